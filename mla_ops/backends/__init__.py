@@ -1,0 +1,1 @@
+"""Backends of the ops: one meaning, several implementations."""

@@ -4,7 +4,7 @@
     ├── BackendUnavailableError   an explicitly chosen backend cannot serve the request
     ├── InferenceOnlyError        a gradient or a vmap was asked of an op that has none
     ├── OutOfPagesError           the paged latent cache has no free page left
-    └── PlanError                 a decode plan was used outside what it was made for, or its buffers were damaged
+    └── PlanError                 a decode plan was used outside its limits, or its buffers were damaged
 
 A caller's mistake in an argument is a plain ``ValueError`` or ``TypeError``.
 """

@@ -1,0 +1,374 @@
+"""The contract: schemas, fakes and entries of the ``torch.ops.mla_ops`` operators.
+
+Each op is one opaque boundary: Dynamo sees the schema and the fake, never a backend. ``Library`` with hand-written
+schemas, because its dispatch costs a tenth of ``custom_op``'s for a mutating op of twenty arguments. The entry
+checks metadata, answers empty inputs, and hands over to the backend named in the call, imported when first chosen.
+Autograd and vmap rules are in :mod:`mla_ops.transforms`.
+
+Letters: T query tokens, B requests, H heads, R kv_lora_rank, P qk_rope_head_dim, D = R + P.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_ops import transforms, validation
+from mla_ops.validation import infer_kv_lora_rank, output_dtype
+
+__all__ = ["SCHEMAS", "backend_kernel", "op_fingerprint"]
+
+SCHEMAS = {
+    "mla_decode": (
+        "(Tensor q, Tensor kv_cache, Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices,"
+        " Tensor kv_last_page_lens, Tensor[] backend_state, SymInt max_seqlen_q, SymInt num_kv_splits,"
+        " float softmax_scale, Tensor? q_scale=None, Tensor? kv_scale=None, str backend='reference',"
+        " SymInt? kv_lora_rank=None) -> (Tensor out, Tensor lse)"
+    ),
+    "mla_decode.out": (
+        "(Tensor q, Tensor kv_cache, Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices,"
+        " Tensor kv_last_page_lens, Tensor[] backend_state, SymInt max_seqlen_q, SymInt num_kv_splits,"
+        " float softmax_scale, Tensor? q_scale=None, Tensor? kv_scale=None, str backend='reference',"
+        " SymInt? kv_lora_rank=None, *, Tensor(a!) out, Tensor(b!) lse) -> ()"
+    ),
+    "mla_prefill": (
+        "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q,"
+        " SymInt max_seqlen_k, float softmax_scale, bool causal, str backend='reference')"
+        " -> (Tensor out, Tensor lse)"
+    ),
+    "write_latent_cache": (
+        "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? kv_scale=None,"
+        " str backend='reference') -> ()"
+    ),
+    "gather_latent_cache": (
+        "(Tensor kv_cache, Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_lens, Tensor cu_seqlens,"
+        " SymInt num_tokens, Tensor? seq_starts=None, Tensor? kv_scale=None, ScalarType? dtype=None,"
+        " str backend='reference') -> Tensor"
+    ),
+    "merge_attn_states": (
+        "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, str backend='reference') -> (Tensor out, Tensor lse)"
+    ),
+}
+"""Op name and overload to schema. ``Tensor(a!)`` on exactly what is written; nothing returned aliases an input."""
+
+_LIBRARY = torch.library.Library("mla_ops", "DEF")  # type: ignore[no-untyped-call]
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_BACKEND_MODULES = {"reference": "mla_ops.backends.reference"}
+_KERNELS: dict[tuple[str, str], Callable[..., Any]] = {}
+
+
+def backend_kernel(op: str, backend: str) -> Callable[..., Any]:
+    """The implementation of ``op`` by ``backend``, imported when first asked for.
+
+    Raises:
+        ValueError: there is no backend of that name.
+    """
+    kernel = _KERNELS.get((op, backend))
+    if kernel is None:
+        if backend not in _BACKEND_MODULES:
+            raise ValueError(f"backend must be one of {', '.join(sorted(_BACKEND_MODULES))}, got {backend!r}")
+        kernel = getattr(importlib.import_module(_BACKEND_MODULES[backend]), op)
+        assert callable(kernel)
+        _KERNELS[op, backend] = kernel
+    return kernel
+
+
+# --- mla_decode -------------------------------------------------------------------------------------------------
+
+
+def _mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_lens: Tensor,
+    backend_state: Sequence[Tensor],
+    max_seqlen_q: int,
+    num_kv_splits: int,
+    softmax_scale: float,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    backend: str = "reference",
+    kv_lora_rank: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    validation.check_mla_decode(
+        q,
+        kv_cache,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        kv_last_page_lens,
+        max_seqlen_q,
+        num_kv_splits,
+        q_scale,
+        kv_scale,
+    )
+    rank = infer_kv_lora_rank(q.shape[2], kv_lora_rank)
+    kernel = backend_kernel("mla_decode", backend)
+    if not (q.numel() and kv_cache.numel() and kv_indices.numel() and kv_last_page_lens.numel()):
+        return _no_keys(q, rank)
+    result: tuple[Tensor, Tensor] = kernel(
+        q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, backend_state, max_seqlen_q, num_kv_splits,
+        softmax_scale, q_scale, kv_scale, rank,
+    )  # fmt: skip
+    return result
+
+
+def _no_keys(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    out = q.new_zeros(q.shape[0], q.shape[1], width, dtype=output_dtype(q))
+    return out, q.new_full((q.shape[0], q.shape[1]), -torch.inf, dtype=torch.float32)
+
+
+def _mla_decode_fake(
+    q: Tensor,
+    kv_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_lens: Tensor,
+    backend_state: Sequence[Tensor],
+    max_seqlen_q: int,
+    num_kv_splits: int,
+    softmax_scale: float,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    backend: str = "reference",
+    kv_lora_rank: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    validation.check_mla_decode(
+        q,
+        kv_cache,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        kv_last_page_lens,
+        max_seqlen_q,
+        num_kv_splits,
+        q_scale,
+        kv_scale,
+    )
+    rank = infer_kv_lora_rank(q.shape[2], kv_lora_rank)
+    out = q.new_empty(q.shape[0], q.shape[1], rank, dtype=output_dtype(q))
+    return out, q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
+
+
+def _mla_decode_out(*args: Any, out: Tensor, lse: Tensor, **kwargs: Any) -> None:
+    q, rank = args[0], args[13] if len(args) > 13 else kwargs.get("kv_lora_rank")
+    validation.check_mla_decode_out(q, out, lse, infer_kv_lora_rank(q.shape[2], rank))
+    result = _mla_decode(*args, **kwargs)
+    out.copy_(result[0])
+    lse.copy_(result[1])
+
+
+def _mla_decode_out_fake(*args: Any, out: Tensor, lse: Tensor, **kwargs: Any) -> None:
+    expected = _mla_decode_fake(*args, **kwargs)
+    validation.check_mla_decode_out(args[0], out, lse, expected[0].shape[2])
+
+
+# --- mla_prefill ------------------------------------------------------------------------------------------------
+
+
+def _mla_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    backend: str = "reference",
+) -> tuple[Tensor, Tensor]:
+    validation.check_mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    kernel = backend_kernel("mla_prefill", backend)
+    if not (q.numel() and v.numel() and cu_seqlens_q.shape[0] > 1 and max_seqlen_q and max_seqlen_k):
+        return _no_keys(q, v.shape[2])
+    result: tuple[Tensor, Tensor] = kernel(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal
+    )
+    return result
+
+
+def _mla_prefill_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    backend: str = "reference",
+) -> tuple[Tensor, Tensor]:
+    validation.check_mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return out, q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
+
+
+# --- write_latent_cache -----------------------------------------------------------------------------------------
+
+
+def _write_latent_cache(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: Tensor | None = None,
+    backend: str = "reference",
+) -> None:
+    validation.check_write_latent_cache(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
+    kernel = backend_kernel("write_latent_cache", backend)
+    if slot_mapping.numel() and kv_cache.numel():
+        kernel(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
+
+
+def _write_latent_cache_fake(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: Tensor | None = None,
+    backend: str = "reference",
+) -> None:
+    validation.check_write_latent_cache(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
+
+
+# --- gather_latent_cache ----------------------------------------------------------------------------------------
+
+
+def _gather_latent_cache(
+    kv_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_lens: Tensor,
+    cu_seqlens: Tensor,
+    num_tokens: int,
+    seq_starts: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "reference",
+) -> Tensor:
+    validation.check_gather_latent_cache(
+        kv_cache,
+        kv_indptr,
+        kv_indices,
+        kv_last_page_lens,
+        cu_seqlens,
+        seq_starts,
+        num_tokens,
+        kv_scale,
+        dtype,
+    )
+    kernel = backend_kernel("gather_latent_cache", backend)
+    if not (num_tokens and kv_cache.numel() and kv_indices.numel() and kv_last_page_lens.numel()):
+        return kv_cache.new_zeros(num_tokens, kv_cache.shape[2], dtype=dtype or kv_cache.dtype)
+    result: Tensor = kernel(
+        kv_cache,
+        kv_indptr,
+        kv_indices,
+        kv_last_page_lens,
+        cu_seqlens,
+        seq_starts,
+        num_tokens,
+        kv_scale,
+        dtype,
+    )
+    return result
+
+
+def _gather_latent_cache_fake(
+    kv_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_lens: Tensor,
+    cu_seqlens: Tensor,
+    num_tokens: int,
+    seq_starts: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "reference",
+) -> Tensor:
+    validation.check_gather_latent_cache(
+        kv_cache,
+        kv_indptr,
+        kv_indices,
+        kv_last_page_lens,
+        cu_seqlens,
+        seq_starts,
+        num_tokens,
+        kv_scale,
+        dtype,
+    )
+    return kv_cache.new_empty(num_tokens, kv_cache.shape[2], dtype=dtype or kv_cache.dtype)
+
+
+# --- merge_attn_states ------------------------------------------------------------------------------------------
+
+
+def _merge_attn_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, backend: str = "reference"
+) -> tuple[Tensor, Tensor]:
+    validation.check_merge_attn_states(out_a, lse_a, out_b, lse_b)
+    kernel = backend_kernel("merge_attn_states", backend)
+    if not out_a.numel():
+        return torch.empty_like(out_a), torch.maximum(lse_a, lse_b)
+    result: tuple[Tensor, Tensor] = kernel(out_a, lse_a, out_b, lse_b)
+    return result
+
+
+def _merge_attn_states_fake(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, backend: str = "reference"
+) -> tuple[Tensor, Tensor]:
+    validation.check_merge_attn_states(out_a, lse_a, out_b, lse_b)
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+_ENTRIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "mla_decode": (_mla_decode, _mla_decode_fake),
+    "mla_decode.out": (_mla_decode_out, _mla_decode_out_fake),
+    "mla_prefill": (_mla_prefill, _mla_prefill_fake),
+    "write_latent_cache": (_write_latent_cache, _write_latent_cache_fake),
+    "gather_latent_cache": (_gather_latent_cache, _gather_latent_cache_fake),
+    "merge_attn_states": (_merge_attn_states, _merge_attn_states_fake),
+}
+
+
+def op_fingerprint() -> str:
+    """Hash of the ops' schemas, fakes and checks.
+
+    Torch's compile caches key a graph by the names of its custom ops and by nothing of what these mean: after a
+    change of a schema or of a fake a cached graph is silently wrong (pytorch#187319). So it is part of their key,
+    through ``torch.compiler.config.cache_key_tag``, and of the warm-up cache's fingerprint.
+    """
+    digest = hashlib.sha256()
+    for module in (__file__, validation.__file__):
+        digest.update(Path(module).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _register() -> None:
+    for name, schema in SCHEMAS.items():
+        _LIBRARY.define(name + schema, tags=_TAGS)  # type: ignore[no-untyped-call]
+        entry, fake = _ENTRIES[name]
+        _LIBRARY.impl(name, entry, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"mla_ops::{name}", fake, lib=_LIBRARY)
+    transforms.register(_LIBRARY)
+
+
+def _tag_compile_caches() -> None:
+    tag, ours = torch.compiler.config.cache_key_tag, f"mla_ops:{op_fingerprint()}"
+    if ours not in tag.split("|"):
+        torch.compiler.config.cache_key_tag = f"{tag}|{ours}" if tag else ours
+
+
+_register()
+_tag_compile_caches()

@@ -1,0 +1,313 @@
+"""Autograd and ``torch.func.vmap`` rules of the ops.
+
+Gradients: the reference backend is differentiable, by running the reference again under autograd in the backward;
+every other backend, and every op that writes in place, refuses with :class:`InferenceOnlyError` as soon as an input
+requires a gradient. Nothing gives a silently wrong one.
+
+vmap: a batch of calls becomes one call with more tokens and more requests. A call's unused rows and index tails
+(rows after ``qo_indptr[-1]``, entries after ``kv_indptr[-1]``) become a request of their own between two calls,
+whose result is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_ops.backends import reference
+from mla_ops.errors import InferenceOnlyError
+from mla_ops.validation import infer_kv_lora_rank
+
+__all__ = ["register"]
+
+_ops = torch.ops.mla_ops
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------
+
+
+def _recompute(
+    ctx: Any, grads: Sequence[Tensor | None], differentiable: Sequence[int], function: Callable[..., Any]
+) -> list[Tensor | None]:
+    """Gradients of the inputs at ``differentiable``, by running ``function`` on the saved tensors under autograd."""
+    needed = [i for i in differentiable if ctx.needs_input_grad[i]]
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in ctx.saved_tensors]
+        outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad]
+    wanted = [inputs[differentiable.index(i)] for i in needed]
+    result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    if pairs and wanted:
+        found = torch.autograd.grad(
+            [out for out, _ in pairs],
+            wanted,
+            [grad for _, grad in pairs],
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+        for i, grad in zip(needed, found, strict=True):
+            result[i] = grad
+    return result
+
+
+def _refuse_other_backends(op: str, backend: str) -> None:
+    if backend != "reference":
+        raise InferenceOnlyError(
+            f'{op} with backend="{backend}" is for inference and has no gradient; '
+            'call it under torch.no_grad(), or with backend="reference"'
+        )
+
+
+def _decode_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _refuse_other_backends("mla_decode", inputs[12])
+    ctx.save_for_backward(inputs[0], inputs[1])
+    ctx.rest = (*inputs[2:12], infer_kv_lora_rank(inputs[0].shape[2], inputs[13]))
+
+
+def _decode_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    def function(q: Tensor, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.mla_decode(q, kv_cache, *ctx.rest)
+
+    result: list[Any] = _recompute(ctx, (grad_out, grad_lse), (0, 1), function)
+    result[6] = [None] * len(ctx.rest[4])
+    return tuple(result)
+
+
+def _prefill_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _refuse_other_backends("mla_prefill", inputs[9])
+    ctx.save_for_backward(*inputs[:3])
+    ctx.rest = inputs[3:9]
+
+
+def _prefill_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.mla_prefill(q, k, v, *ctx.rest)
+
+    return tuple(_recompute(ctx, (grad_out, grad_lse), (0, 1, 2), function))
+
+
+def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _refuse_other_backends("gather_latent_cache", inputs[9])
+    ctx.save_for_backward(inputs[0])
+    ctx.rest = (*inputs[1:5], inputs[6], inputs[5], *inputs[7:9])
+
+
+def _gather_backward(ctx: Any, grad_out: Tensor | None) -> tuple[Any, ...]:
+    def function(kv_cache: Tensor) -> Tensor:
+        return reference.gather_latent_cache(kv_cache, *ctx.rest)
+
+    return tuple(_recompute(ctx, (grad_out,), (0,), function))
+
+
+def _merge_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _refuse_other_backends("merge_attn_states", inputs[4])
+    ctx.save_for_backward(*inputs[:4])
+
+
+def _merge_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    return tuple(_recompute(ctx, (grad_out, grad_lse), (0, 1, 2, 3), reference.merge_attn_states))
+
+
+def _inference_only(op: torch._ops.OpOverload, remedy: str) -> Callable[..., Any]:
+    """An Autograd kernel that refuses inputs which require a gradient, and otherwise passes the call on."""
+
+    def entry(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    raise InferenceOnlyError(f"{op} writes in place and has no gradient; {remedy}")
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    return entry
+
+
+# --- vmap -------------------------------------------------------------------------------------------------------
+
+
+class _Fold:
+    """Folds ``calls`` batched calls into one; ``None`` in ``in_dims`` is an argument that all calls share."""
+
+    def __init__(self, op: str, calls: int) -> None:
+        self.op = op
+        self.calls = calls
+
+    def batched(self, x: Tensor, dim: int | None) -> Tensor:
+        """[calls, ...]"""
+        return x.unsqueeze(0).expand(self.calls, *x.shape) if dim is None else x.movedim(dim, 0)
+
+    def rows(self, x: Tensor, dim: int | None) -> Tensor:
+        """[calls * T, ...]"""
+        return self.batched(x, dim).flatten(0, 1)
+
+    def unfold(self, x: Tensor) -> Tensor:
+        return x.view(self.calls, -1, *x.shape[1:])
+
+    def offsets(self, step: int, x: Tensor) -> Tensor:
+        return torch.arange(self.calls, device=x.device, dtype=x.dtype)[:, None] * step
+
+    def indptr(self, x: Tensor, dim: int | None, step: int) -> Tensor:
+        """[calls * (B + 1) + 1]: each call's B requests, and one for what is left of its ``step`` rows."""
+        folded = (self.batched(x, dim) + self.offsets(step, x)).flatten()
+        return torch.cat([folded, folded.new_full((1,), self.calls * step)])
+
+    def last_page_lens(self, x: Tensor, dim: int | None) -> Tensor:
+        """[calls * (B + 1)]"""
+        return torch.nn.functional.pad(self.batched(x, dim), (0, 1), value=1).flatten()
+
+    def pages(self, cache: Tensor, cache_dim: int | None, indices: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
+        """The folded cache, and indices into it; ``indices`` and ``indptr`` are [calls, ...]."""
+        # A tail may hold anything: it must stay inside the cache, for it is read before it is dropped.
+        entry = torch.arange(indices.shape[1], device=indices.device)
+        indices = indices.where(entry < indptr[:, -1:], 0)
+        if cache_dim is None:
+            return cache, indices.flatten()
+        return self.rows(cache, cache_dim), (
+            indices + self.offsets(cache.movedim(cache_dim, 0).shape[1], indices)
+        ).flatten()
+
+    def used_rows(self, indptr: Tensor, dim: int | None, step: int) -> Tensor:
+        """[calls * step] whether a row belongs to a request of its call."""
+        row = torch.arange(step, device=indptr.device)
+        return (row < self.batched(indptr, dim)[:, -1:]).flatten()
+
+    def shared(self, **dims: Any) -> None:
+        for name, dim in dims.items():
+            if dim is not None:
+                raise InferenceOnlyError(
+                    f"vmap of {self.op} needs one {name} for all calls, got one per call; loop over the calls"
+                )
+
+
+def _drop_unused(out: Tensor, lse: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    return out.where(used[:, None, None], 0.0), lse.where(used[:, None], -torch.inf)
+
+
+def _decode_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+    q, kv_cache, qo_indptr, kv_indptr, kv_indices, last_page_lens = args[:6]
+    q_dim, cache_dim, qo_dim, indptr_dim, indices_dim, last_dim, state_dims = in_dims[:7]
+    fold = _Fold("mla_decode", info.batch_size)
+    fold.shared(q_scale=in_dims[10], kv_scale=in_dims[11])
+    backend = args[12] if len(args) > 12 else "reference"
+    if any(dim is not None for dim in state_dims) or (args[6] and backend != "reference"):
+        raise InferenceOnlyError("vmap of mla_decode needs an empty backend_state; loop over the calls")
+    tokens, entries = fold.batched(q, q_dim).shape[1], fold.batched(kv_indices, indices_dim).shape[1]
+    cache, indices = fold.pages(
+        kv_cache, cache_dim, fold.batched(kv_indices, indices_dim), fold.batched(kv_indptr, indptr_dim)
+    )
+    out, lse = _ops.mla_decode(
+        fold.rows(q, q_dim),
+        cache,
+        fold.indptr(qo_indptr, qo_dim, tokens),
+        fold.indptr(kv_indptr, indptr_dim, entries),
+        indices,
+        fold.last_page_lens(last_page_lens, last_dim),
+        *args[6:],
+    )
+    out, lse = _drop_unused(out, lse, fold.used_rows(qo_indptr, qo_dim, tokens))
+    return (fold.unfold(out), fold.unfold(lse)), (0, 0)
+
+
+def _prefill_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+    q, k, v, cu_q, cu_k = args[:5]
+    fold = _Fold("mla_prefill", info.batch_size)
+    tokens, keys = fold.batched(q, in_dims[0]).shape[1], fold.batched(k, in_dims[1]).shape[1]
+    out, lse = _ops.mla_prefill(
+        fold.rows(q, in_dims[0]),
+        fold.rows(k, in_dims[1]),
+        fold.rows(v, in_dims[2]),
+        fold.indptr(cu_q, in_dims[3], tokens),
+        fold.indptr(cu_k, in_dims[4], keys),
+        *args[5:],
+    )
+    out, lse = _drop_unused(out, lse, fold.used_rows(cu_q, in_dims[3], tokens))
+    return (fold.unfold(out), fold.unfold(lse)), (0, 0)
+
+
+def _write_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+    kv_c, k_pe, kv_cache, slot_mapping = args[:4]
+    fold = _Fold("write_latent_cache", info.batch_size)
+    fold.shared(**dict(zip(("kv_scale",), in_dims[4:5], strict=False)))
+    if in_dims[2] is None:
+        raise InferenceOnlyError(
+            "vmap of write_latent_cache needs a kv_cache per call, got one for all: "
+            "the calls would write it in no defined order; make one call with all tokens"
+        )
+    cache = kv_cache.movedim(in_dims[2], 0)
+    slots = fold.batched(slot_mapping, in_dims[3])
+    slots_of_call = cache.shape[1] * cache.shape[2]
+    live = (slots >= 0) & (slots < slots_of_call)
+    _ops.write_latent_cache(
+        fold.rows(kv_c, in_dims[0]),
+        fold.rows(k_pe, in_dims[1]),
+        cache.view(-1, *cache.shape[2:]),
+        (slots + fold.offsets(slots_of_call, slots)).where(live, -1).flatten(),
+        *args[4:],
+    )
+    return None, None
+
+
+def _gather_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+    kv_cache, kv_indptr, kv_indices, last_page_lens, cu_seqlens, num_tokens, seq_starts = (*args, None)[:7]
+    fold = _Fold("gather_latent_cache", info.batch_size)
+    fold.shared(**dict(zip(("kv_scale",), in_dims[7:8], strict=False)))
+    entries = fold.batched(kv_indices, in_dims[2]).shape[1]
+    cache, indices = fold.pages(
+        kv_cache, in_dims[0], fold.batched(kv_indices, in_dims[2]), fold.batched(kv_indptr, in_dims[1])
+    )
+    if seq_starts is not None:
+        seq_starts = torch.nn.functional.pad(fold.batched(seq_starts, in_dims[6]), (0, 1)).flatten()
+    out = _ops.gather_latent_cache(
+        cache,
+        fold.indptr(kv_indptr, in_dims[1], entries),
+        indices,
+        fold.last_page_lens(last_page_lens, in_dims[3]),
+        fold.indptr(cu_seqlens, in_dims[4], num_tokens),
+        num_tokens * fold.calls,
+        seq_starts,
+        *args[7:],
+    )
+    return fold.unfold(out.where(fold.used_rows(cu_seqlens, in_dims[4], num_tokens)[:, None], 0.0)), 0
+
+
+def _merge_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+    fold = _Fold("merge_attn_states", info.batch_size)
+    states = [fold.rows(x, dim) for x, dim in zip(args[:4], in_dims[:4], strict=True)]
+    out, lse = _ops.merge_attn_states(*states, *args[4:])
+    return (fold.unfold(out), fold.unfold(lse)), (0, 0)
+
+
+def _refuse_out_vmap(*args: Any, **kwargs: Any) -> None:
+    raise InferenceOnlyError("vmap of mla_decode.out is not defined; use mla_decode, which returns its results")
+
+
+def register(library: torch.library.Library) -> None:
+    """Register the rules for the ops that ``library`` has defined."""
+    for name, backward, setup in (
+        ("mla_decode", _decode_backward, _decode_setup),
+        ("mla_prefill", _prefill_backward, _prefill_setup),
+        ("gather_latent_cache", _gather_backward, _gather_setup),
+        ("merge_attn_states", _merge_backward, _merge_setup),
+    ):
+        torch.library.register_autograd(f"mla_ops::{name}", backward, setup_context=setup, lib=library)
+    remedy = "call it under torch.no_grad(), or detach the tensors"
+    for name, op in (
+        ("write_latent_cache", _ops.write_latent_cache.default),
+        ("mla_decode.out", _ops.mla_decode.out),
+    ):
+        library.impl(name, _inference_only(op, remedy), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    for name, rule in (
+        ("mla_decode", _decode_vmap),
+        ("mla_prefill", _prefill_vmap),
+        ("write_latent_cache", _write_vmap),
+        ("gather_latent_cache", _gather_vmap),
+        ("merge_attn_states", _merge_vmap),
+    ):
+        torch.library.register_vmap(f"mla_ops::{name}", rule, lib=library)
+    # register_vmap takes no op with keyword-only tensors
+    library.impl("mla_decode.out", _refuse_out_vmap, "FuncTorchBatched")  # type: ignore[no-untyped-call]

@@ -247,7 +247,7 @@ class DeepseekMLA(nn.Module):
 
 
 def compile_layers(
-    layers: Sequence[DeepseekMLA], *, method: str = "forward", dynamic_batch: bool = True, **options: Any
+    layers: Sequence[nn.Module], *, method: str = "forward", dynamic_batch: bool = True, **options: Any
 ) -> list[Callable[..., Tensor]]:
     """Compile one function for all layers of a model.
 
@@ -255,7 +255,7 @@ def compile_layers(
     long that takes, does not depend on how many layers there are.
 
     Args:
-        layers: of one config.
+        layers: modules of one kind and shape, called as ``DeepseekMLA`` is: such layers, or blocks around them.
         method: ``"forward"`` (decode) or ``"prefill"``.
         dynamic_batch: one graph for every batch size, 1 included: the token and request dims of the first call are
             marked unbacked. Else a graph per batch size, as the compiler sees fit.
@@ -265,10 +265,10 @@ def compile_layers(
         A function per layer, with the method's arguments (a ``DecodePlan`` is taken as ``plan.at(batch_size)``).
 
     Raises:
-        ValueError: no layers, or of different configs.
+        ValueError: no layers, or of different kinds or shapes.
     """
-    if not layers or any(layer.config != layers[0].config for layer in layers):
-        raise ValueError("layers must be one or more of one config; compile each kind of layer apart")
+    if not layers or any(_shapes(layer) != _shapes(layers[0]) for layer in layers):
+        raise ValueError("layers must be one or more of one kind and shape; compile each kind of layer apart")
     # The function is traced over a layer without data: it can't keep one layer's weights alive, or use them.
     skeleton = _MethodOf(copy.deepcopy(layers[0]).to("meta"), method)
 
@@ -289,6 +289,15 @@ def compile_layers(
         return compiled(tensors, hidden_states, positions, kv_cache, plan)
 
     return [partial(run, _MethodOf(layer, method).slots()) for layer in layers]
+
+
+def _shapes(layer: nn.Module) -> tuple[object, ...]:
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    return (
+        type(layer),
+        *((name, tensor.shape, tensor.dtype) for name, tensor in tensors),
+        *(module.config for module in layer.modules() if isinstance(module, DeepseekMLA)),
+    )
 
 
 _Slot = tuple[str, dict[str, Any], str]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from mla_ops import functional
 from mla_ops.config import MLAConfig
 from mla_ops.plan import DecodeMetadata, DecodePlan, PrefillPlan
 from mla_ops.rope import RotaryEmbedding, apply_rotary
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["DeepseekMLA", "compile_layers"]
 
@@ -49,6 +52,7 @@ class DeepseekMLA(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.num_local_heads = config.num_heads
         linear = partial(nn.Linear, device=device, dtype=dtype)
         norm = partial(nn.RMSNorm, eps=_INNER_NORM_EPS, device=device, dtype=dtype)
         heads, bias = config.num_heads, config.attention_bias
@@ -81,16 +85,35 @@ class DeepseekMLA(nn.Module):
         """Derive W_UK ``[H, N, R]`` and W_UV ``[H, V, R]`` from ``kv_b_proj``.
 
         Args:
-            free_kv_b_proj: move the weight into a buffer that is not in the state dict, and drop ``kv_b_proj``. Both
-                forms of attention go on; a later ``load_state_dict`` with ``kv_b_proj.weight`` is refused.
+            free_kv_b_proj: move the (local) weight into a buffer outside the state dict, and drop ``kv_b_proj``.
+                Both forms of attention go on; a later ``load_state_dict`` with ``kv_b_proj.weight`` is refused.
 
         Returns:
             The two, as views of one tensor.
         """
         if free_kv_b_proj and self.kv_b_proj is not None:
-            self.register_buffer("kv_b_weight", self.kv_b_proj.weight.detach(), persistent=False)
+            self.register_buffer("kv_b_weight", self._kv_b_weight().detach(), persistent=False)
             self.kv_b_proj = None
         return self.W_UK, self.W_UV
+
+    def parallelize(self, mesh: DeviceMesh) -> Self:
+        """Shard the heads over a one-dimensional mesh, with torch's own tensor-parallel styles.
+
+        ``q_b_proj`` (or ``q_proj``) and ``kv_b_proj`` are split by heads, ``o_proj`` by its inputs, whose partial
+        results are summed over the mesh in each call. The cache is the same on every rank.
+
+        Raises:
+            ValueError: the mesh's size does not divide ``num_heads``, or ``kv_b_proj`` has been freed.
+        """
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        if self.kv_b_proj is None:
+            raise ValueError("kv_b_proj has been freed; parallelize the module before absorb(free_kv_b_proj=True)")
+        self.num_local_heads = self.config.shard(mesh.size()).num_heads
+        q = "q_proj" if self.config.q_lora_rank is None else "q_b_proj"
+        plan = {q: ColwiseParallel(), "kv_b_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+        parallelize_module(self, mesh, plan)
+        return self
 
     def forward(
         self, hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, plan: DecodePlan | DecodeMetadata
@@ -193,7 +216,7 @@ class DeepseekMLA(nn.Module):
             q = self.q_proj(hidden_states)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        q = q.view(hidden_states.shape[0], config.num_heads, config.qk_head_dim)
+        q = q.view(hidden_states.shape[0], self.num_local_heads, config.qk_head_dim)
         q = q * self._query_scale(positions, q.dtype) if self._scales_queries else q
         q_nope, q_pe = self._split(q, config.qk_nope_head_dim)
         latent = self.kv_a_proj_with_mqa(hidden_states)
@@ -221,14 +244,14 @@ class DeepseekMLA(nn.Module):
         """Latent rows ``[S, R]``, ``[S, P]`` to k ``[S, H, N + P]`` and v ``[S, H, V]``."""
         config = self.config
         expanded = nn.functional.linear(kv_c, self._kv_b_weight())
-        expanded = expanded.view(kv_c.shape[0], config.num_heads, config.qk_nope_head_dim + config.v_head_dim)
+        expanded = expanded.view(kv_c.shape[0], self.num_local_heads, config.qk_nope_head_dim + config.v_head_dim)
         k_nope, v = self._split(expanded, config.qk_nope_head_dim)
-        k_pe = k_pe[:, None].expand(-1, config.num_heads, -1)
+        k_pe = k_pe[:, None].expand(-1, self.num_local_heads, -1)
         return torch.cat([k_nope, k_pe], dim=-1), v
 
     def _output(self, values: Tensor) -> Tensor:
         """``[T, H, V]`` to ``[T, hidden_size]``."""
-        output: Tensor = self.o_proj(values.reshape(values.shape[0], self.config.num_heads * self.config.v_head_dim))
+        output: Tensor = self.o_proj(values.reshape(values.shape[0], self.num_local_heads * self.config.v_head_dim))
         return output
 
     @staticmethod
@@ -236,13 +259,17 @@ class DeepseekMLA(nn.Module):
         return x[..., :width], x[..., width:]
 
     def _kv_b_weight(self) -> Tensor:
-        return self.kv_b_weight if self.kv_b_proj is None else self.kv_b_proj.weight
+        if self.kv_b_proj is None:
+            return self.kv_b_weight
+        weight: Any = self.kv_b_proj.weight
+        local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight  # a DTensor, parallelized
+        return local
 
     def _up_projections(self) -> Tensor:
         """``[H, N + V, R]``"""
         config = self.config
         return self._kv_b_weight().view(
-            config.num_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank
+            self.num_local_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank
         )
 
 

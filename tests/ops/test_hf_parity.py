@@ -185,9 +185,7 @@ def test_whole_model_equals_hugging_face(config: DeepseekV3Config) -> None:
         attention = DeepseekMLA(mla)
         attention.load_state_dict(layer.self_attn.state_dict())
         layer.self_attn = PagedAttention(attention, cache.layers[index], steps)
-        layer.self_attn.register_forward_hook(
-            lambda m, a, out, outputs=ours_attended[index]: outputs.append(out[0][0])
-        )
+        layer.self_attn.register_forward_hook(lambda m, a, out, outputs=ours_attended[index]: outputs.append(out[0][0]))
 
     def run(rows: Tensor, plan: Any) -> Tensor:
         steps["plan"] = plan

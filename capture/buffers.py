@@ -139,9 +139,7 @@ class StaticBuffers:
             )
         self.pad_values = dict(pad_values or {})
         if unknown := self.pad_values.keys() - example_inputs.keys():
-            raise ValueError(
-                f"pad_values names no input: {sorted(unknown)}; inputs are {sorted(example_inputs)}"
-            )
+            raise ValueError(f"pad_values names no input: {sorted(unknown)}; inputs are {sorted(example_inputs)}")
         self.device = device
         self.max_batch_size = max_batch_size
         self.slabs: dict[str, Slab] = {}
@@ -299,8 +297,7 @@ class StaticBuffers:
                 f"use {name}.to({slab.flat.dtype})"
             )
         return (
-            f"input {name!r} must be on {self.device} as at capture, got {value.device}; "
-            f'use {name}.to("{self.device}")'
+            f'input {name!r} must be on {self.device} as at capture, got {value.device}; use {name}.to("{self.device}")'
         )
 
 
@@ -315,9 +312,7 @@ def poison_(tensor: Tensor) -> None:
             tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
-def _batch_dim(
-    name: str, example: Tensor, declared: int | BatchDim | None, max_batch_size: int
-) -> BatchDim | None:
+def _batch_dim(name: str, example: Tensor, declared: int | BatchDim | None, max_batch_size: int) -> BatchDim | None:
     if declared is None:
         return None
     dim = declared.dim if isinstance(declared, BatchDim) else declared

@@ -31,9 +31,7 @@ class RandomInputs:
         max_batch_size: the batch size of the example.
     """
 
-    def __init__(
-        self, example_inputs: Mapping[str, Tensor], slabs: Mapping[str, Slab], max_batch_size: int
-    ) -> None:
+    def __init__(self, example_inputs: Mapping[str, Tensor], slabs: Mapping[str, Slab], max_batch_size: int) -> None:
         self._slabs = slabs
         self._max_batch_size = max_batch_size
         self._kept: dict[str, Tensor] = {}

@@ -78,9 +78,7 @@ class StaticOutputs:
         self.slabs: list[Slab] = []
         if other is not None:
             _check_structure(largest.spec, other)
-        for index, (name, (shape, dtype, device)) in enumerate(
-            zip(largest.names, largest.tensors, strict=True)
-        ):
+        for index, (name, (shape, dtype, device)) in enumerate(zip(largest.names, largest.tensors, strict=True)):
             dim = None if other is None else _infer_dim(name, largest, other, index)
             self.slabs.append(Slab(name, shape, dtype, device, dim))
 
@@ -113,9 +111,7 @@ class StaticOutputs:
         """The first ``batch_size`` requests' rows of a result that the step itself returned."""
         leaves: Sequence[Tensor] = pytree.tree_leaves(output)
         return [
-            leaf
-            if slab.batch_dim is None
-            else leaf.narrow(slab.batch_dim.dim, 0, slab.batch_dim.rows(batch_size))
+            leaf if slab.batch_dim is None else leaf.narrow(slab.batch_dim.dim, 0, slab.batch_dim.rows(batch_size))
             for slab, leaf in zip(self.slabs, leaves, strict=True)
         ]
 

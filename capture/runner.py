@@ -396,8 +396,6 @@ class GraphRunner:
 def _resolve_device(device: torch.device | str | None, example_inputs: Mapping[str, Tensor]) -> torch.device:
     if device is None:
         if not example_inputs:
-            raise ValueError(
-                "example_inputs is empty; a step needs at least one input with a batch dimension"
-            )
+            raise ValueError("example_inputs is empty; a step needs at least one input with a batch dimension")
         return next(iter(example_inputs.values())).device
     return torch.empty(0, device=device).device  # with its index

@@ -199,14 +199,10 @@ class _Trials:
         for slab, a, b in zip(self.outputs.slabs, again, first, strict=True):
             if not same_bits(a, b):
                 row = _first_row(a, b, slab.batch_dim.dim if slab.batch_dim else None)
-                self.failures.append(
-                    f"{where}: a second replay of the same inputs differs: {slab.name} row {row}"
-                )
+                self.failures.append(f"{where}: a second replay of the same inputs differs: {slab.name} row {row}")
         for name, tensor in runner.state.items():
             if not same_bits(tensor, wanted_state[name]):
-                self.failures.append(
-                    f"{where}: a second replay of the same inputs leaves another state {name!r}"
-                )
+                self.failures.append(f"{where}: a second replay of the same inputs leaves another state {name!r}")
         self.failures += [f"{where}: {name} is no longer at its captured address" for name in runner.moved()]
 
     def _set_state(self, seed: int, inputs: Mapping[str, Tensor]) -> None:
@@ -264,9 +260,7 @@ class _Trials:
                 self.failures.append(f"{message}: {slab.name} row {found.row}: {found.reason}")
         return worst
 
-    def _compare_state(
-        self, name: str, before: Tensor, wanted: Tensor, wanted_changes: Tensor, where: str
-    ) -> None:
+    def _compare_state(self, name: str, before: Tensor, wanted: Tensor, wanted_changes: Tensor, where: str) -> None:
         tensor = self.runner.state[name]
         changes = changed_bits(tensor, before)
         # One may hit the old value by chance, common in fp8, and the other miss it by a rounding step.

@@ -22,9 +22,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func in _HOST_READS:
             raise RuntimeError("operation not permitted when stream is capturing")
         result = func(*args, **(kwargs or {}))
@@ -48,9 +46,7 @@ class RecordedGraph:
             for func, args, kwargs, recorded in self._calls:
                 result = func(*args, **kwargs)
                 if not func._schema.is_mutable:
-                    for old, new in zip(
-                        pytree.tree_leaves(recorded), pytree.tree_leaves(result), strict=True
-                    ):
+                    for old, new in zip(pytree.tree_leaves(recorded), pytree.tree_leaves(result), strict=True):
                         if isinstance(old, Tensor):
                             old.copy_(new)
 

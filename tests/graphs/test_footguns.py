@@ -124,9 +124,7 @@ def test_reading_a_value_on_the_host_names_the_step_and_the_cause(step: Any) -> 
     def decode_step(x: Tensor, slots: Tensor) -> Tensor:
         return step(x, slots)
 
-    with pytest.raises(
-        GraphCaptureError, match=r"decode_step for a batch of 8 failed: .*capturing"
-    ) as caught:
+    with pytest.raises(GraphCaptureError, match=r"decode_step for a batch of 8 failed: .*capturing") as caught:
         runner_of(decode_step).capture()
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert caught.value.batch_size == 8

@@ -126,9 +126,7 @@ def test_out_of_memory_says_how_much_is_free(monkeypatch: pytest.MonkeyPatch) ->
         return x * 2
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000, 2_000))
-    with pytest.raises(
-        GraphCaptureError, match=r"capturing a batch of 4 \(1,000 of 2,000 bytes free on cuda"
-    ):
+    with pytest.raises(GraphCaptureError, match=r"capturing a batch of 4 \(1,000 of 2,000 bytes free on cuda"):
         captured(step, example_inputs=example(8, "cuda"))
 
 

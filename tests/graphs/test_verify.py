@@ -337,9 +337,7 @@ def test_trials_must_be_positive_and_a_runner_captured() -> None:
 
 def test_long_reports_are_cut_in_the_message_but_not_in_the_report() -> None:
     runner = runner_of(GivesNaN(), batch_sizes=(1, 2, 4, 8))
-    with pytest.raises(
-        VerificationError, match=r"batch sizes 1, 2, 4, 8 .*\(seed \d+\)[\s\S]*and \d+ more"
-    ) as caught:
+    with pytest.raises(VerificationError, match=r"batch sizes 1, 2, 4, 8 .*\(seed \d+\)[\s\S]*and \d+ more") as caught:
         runner.capture()
     assert len(caught.value.report.failures) > 10
 
@@ -347,9 +345,9 @@ def test_long_reports_are_cut_in_the_message_but_not_in_the_report() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_distance_passes_rounding_and_finds_one_wrong_row(dtype: torch.dtype) -> None:
     expected = torch.randn(64, 128).to(dtype)
-    actual = (
-        expected.double() * (1 + torch.finfo(dtype).eps * (torch.rand(64, 128, dtype=torch.float64) - 0.5))
-    ).to(dtype)
+    actual = (expected.double() * (1 + torch.finfo(dtype).eps * (torch.rand(64, 128, dtype=torch.float64) - 0.5))).to(
+        dtype
+    )
     assert distance(actual, expected).ok
     actual[37] *= 1 + (0.2 if dtype.itemsize == 2 else 1000 * torch.finfo(dtype).eps)
     found = distance(actual, expected)

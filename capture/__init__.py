@@ -1,39 +1,75 @@
 """Graph capture by batch size, proof of each graph, and a warm-up cache, for any module's step.
 
-The public names are handed out on first use, so that importing this package imports neither torch nor rich.
+Names are imported when first asked for (PEP 562), so that importing the package imports no torch.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from capture.fingerprint import Fingerprint
+    from capture.guard import CompileEvent, CompileWatch, register_build_source
+    from capture.report import WarmupReport
+    from capture.store import CacheStore
+    from capture.warmup import (
+        BuildOptions,
+        CompiledFunctionUnit,
+        GraphCaptureUnit,
+        Unit,
+        UnitResult,
+        VerifyUnit,
+        WarmupManager,
+        WarmupPlan,
+        WarmupSpec,
+    )
+
+__all__ = [
+    "BuildOptions",
+    "CacheStore",
+    "CompileEvent",
+    "CompileWatch",
+    "CompiledFunctionUnit",
+    "Fingerprint",
+    "GraphCaptureUnit",
+    "Unit",
+    "UnitResult",
+    "VerifyUnit",
+    "WarmupManager",
+    "WarmupPlan",
+    "WarmupReport",
+    "WarmupSpec",
+    "register_build_source",
+]
 
 _MODULE_OF = {
-    "BuildOptions": "capture.warmup",
-    "CacheStore": "capture.store",
-    "CompileEvent": "capture.guard",
-    "CompileWatch": "capture.guard",
-    "CompiledFunctionUnit": "capture.warmup",
-    "Fingerprint": "capture.fingerprint",
-    "GraphCaptureUnit": "capture.warmup",
-    "Unit": "capture.warmup",
-    "UnitResult": "capture.warmup",
-    "VerifyUnit": "capture.warmup",
-    "WarmupManager": "capture.warmup",
-    "WarmupPlan": "capture.warmup",
-    "WarmupReport": "capture.report",
-    "WarmupSpec": "capture.warmup",
-    "register_build_source": "capture.guard",
+    "BuildOptions": "warmup",
+    "CacheStore": "store",
+    "CompileEvent": "guard",
+    "CompileWatch": "guard",
+    "CompiledFunctionUnit": "warmup",
+    "Fingerprint": "fingerprint",
+    "GraphCaptureUnit": "warmup",
+    "Unit": "warmup",
+    "UnitResult": "warmup",
+    "VerifyUnit": "warmup",
+    "WarmupManager": "warmup",
+    "WarmupPlan": "warmup",
+    "WarmupReport": "report",
+    "WarmupSpec": "warmup",
+    "register_build_source": "guard",
 }
 
-__all__ = sorted(_MODULE_OF)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+def __getattr__(name: str) -> object:
+    module = _MODULE_OF.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name]), name)
+    value = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,9 @@
 """What a warm-up cache depends on, as named fields, and the digest that names its directory.
 
-Two processes share a cache directory exactly when all of their fields are equal. A field belongs here if a different
-value could make a cached kernel or graph wrong or useless. Places and identities never do: no path, home directory,
-user, host, port, process id, rank or device index enters, so a cache may be copied to another machine or path.
+Two processes share a cache directory exactly when all of their fields are equal. A field belongs here if a
+different value could make a cached kernel or graph wrong or useless. Places and identities never do: no path,
+home directory, user, host, port, process id, rank or device index enters, so a cache may be copied to another
+machine or path.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ABSENT", "ENVIRONMENT_SWITCHES", "JSON", "Fingerprint", "environment_fields"]
 
-JSON: TypeAlias = Union[None, bool, int, float, str, Sequence["JSON"], Mapping[str, "JSON"]]  # noqa: UP007
+JSON: TypeAlias = Union[bool, int, float, str, Sequence["JSON"], Mapping[str, "JSON"], None]  # noqa: UP007
 
 ABSENT = "(absent)"
 """Stands for a missing field in :meth:`Fingerprint.diff`."""
@@ -100,7 +101,7 @@ class Fingerprint:
                 _canonical(value)
             except (TypeError, ValueError) as error:
                 raise TypeError(
-                    f"fingerprint field {name!r} is not JSON ({error}); pass numbers, strings, lists and mappings"
+                    f"fingerprint field {name!r} is not JSON ({error}); pass numbers, strings, lists, mappings"
                 ) from None
 
     @cached_property
@@ -120,9 +121,10 @@ class Fingerprint:
 def environment_fields(device: str | torch.device) -> dict[str, JSON]:
     """The fields that come from this process and ``device`` and not from the model.
 
-    A GPU's properties are read (this initialises the runtime, as any first use does). The driver's version is not a
-    field: every cached kernel is machine code for the named architecture, made by the compilers that are. The thread
-    count is one on a CPU alone, where Inductor's C++ kernels are specialised to it.
+    A GPU's properties are read (this initialises the runtime, as any first use does). The driver's version is
+    not a
+    field: every cached kernel is machine code for the named architecture, made by the compilers that are. The
+    thread count is one on a CPU alone, where Inductor's C++ kernels are specialised to it.
     """
     import torch
 
@@ -155,7 +157,7 @@ def _device_fields(device: torch.device) -> dict[str, JSON]:
         "device": "cuda",
         "device_name": properties.name,
         "arch": arch,
-        "multi_processors": properties.multi_processor_count,  # a partition of a chip has fewer: other split plans
+        "multi_processors": properties.multi_processor_count,  # fewer in a partition: other split plans
     }
 
 

@@ -1,8 +1,8 @@
 """Which compilations happened in this process: counted, named and timed.
 
-:class:`CompileWatch` listens to *build sources*: Triton and torch.compile, and whatever a backend registers with
-:func:`register_build_source`. A source is attached when its module is imported, or at once if it is already there;
-watching itself never imports Triton, Dynamo or Inductor.
+:class:`CompileWatch` listens to *build sources*: Triton and torch.compile, and whatever a backend registers
+with :func:`register_build_source`. A source is attached when its module is imported, or at once if it is
+already there; watching itself never imports Triton, Dynamo or Inductor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class CompileEvent:
 
     @property
     def is_build(self) -> bool:
-        """Whether code was generated. Tracing (``dynamo``, ``aot_autograd``) alone does not: every process traces
+        """Whether code was generated. Tracing (``dynamo``, ``aot_autograd``) alone does not: every process
+        traces
         again, and an Inductor build behind it is an event of its own."""
         return not self.cached and self.kind not in _TRACING
 

@@ -18,7 +18,9 @@ __all__ = ["CachedEntry", "clean", "entries"]
 
 @dataclass(frozen=True)
 class CachedEntry:
-    """One fingerprint's directory: its size in bytes, quarantine included, and seconds since something was built."""
+    """One fingerprint's directory: its size in bytes, quarantine included, and seconds since something was
+    built.
+    """
 
     path: Path
     bytes: int
@@ -26,7 +28,9 @@ class CachedEntry:
 
 
 def entries(root: Path) -> list[CachedEntry]:
-    """The directories of a cache, the most lately built first. Other files below ``root`` are not ours to name."""
+    """The directories of a cache, the most lately built first. Other files below ``root`` are not ours to
+    name.
+    """
     if not root.is_dir():
         return []
     found = [
@@ -43,7 +47,8 @@ def clean(
     all: bool = False,
     dry_run: bool = False,
 ) -> list[CachedEntry]:
-    """Remove entries that were built more than ``older_than`` seconds ago, then the oldest until the rest fits into
+    """Remove entries that were built more than ``older_than`` seconds ago, then the oldest until the rest
+    fits into
     ``max_size`` bytes; with ``all``, every entry. One that a process is building stays.
 
     Returns:

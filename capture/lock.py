@@ -18,10 +18,11 @@ __all__ = ["BuildLock"]
 
 
 class BuildLock:
-    """An exclusive lock on ``path``, free again when its holder exits or is killed, and re-entrant in one object.
+    """An exclusive lock on ``path``, free again when its holder exits or is killed, and re-entrant in one
+    object.
 
-    The lock file is never unlinked: a process that waits on an unlinked file would share its lock with nobody.
-    Who holds it is written into a sidecar ``<path>.owner``, for the waiters' messages only.
+    The lock file is never unlinked: a process that waits on an unlinked file would share its lock with
+    nobody. Who holds it is written into a sidecar ``<path>.owner``, for the waiters' messages only.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +32,8 @@ class BuildLock:
 
     @contextmanager
     def hold(self, timeout: float, say: Callable[[str], None], *, interval: float = 10.0) -> Iterator[None]:
-        """Hold the lock. While waiting, ``say`` gets a line that names the holder, every ``interval`` seconds.
+        """Hold the lock. While waiting, ``say`` gets a line that names the holder, every ``interval``
+        seconds.
 
         Raises:
             CacheLockTimeout: the lock was not free within ``timeout`` seconds.
@@ -60,9 +62,9 @@ class BuildLock:
                 pass
             except OSError as error:
                 raise CacheAccessError(
-                    f"cannot lock {self._path} ({error.strerror or error}); something has to be built or set aside, "
-                    "which needs a cache directory that can be written: choose another with --cache-dir, "
-                    "$MLA_WARMUP_CACHE or WarmupManager(cache_dir=...)"
+                    f"cannot lock {self._path} ({error.strerror or error}); something has to be built or set "
+                    "aside, which needs a cache directory that can be written: choose another with "
+                    "--cache-dir, $MLA_WARMUP_CACHE or WarmupManager(cache_dir=...)"
                 ) from error
             waited = time.monotonic() - start
             if waited >= timeout:

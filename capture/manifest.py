@@ -39,7 +39,9 @@ class UnitRecord:
 
 @dataclass
 class Manifest:
-    """The contents of ``manifest.json``. It carries its own sha256, so that a changed byte is noticed anywhere."""
+    """The contents of ``manifest.json``. It carries its own sha256, so that a changed byte is noticed
+    anywhere.
+    """
 
     fields: Mapping[str, JSON]
     units: dict[str, UnitRecord] = field(default_factory=dict)

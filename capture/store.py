@@ -3,10 +3,10 @@
     <root>/<digest>.lock            held while something is built; never unlinked
     <root>/<digest>/manifest.json   what is here, written last
                    /inductor/ triton/ aiter/ packages/     the payload
-                   /quarantine/<time>/...                  what was damaged or half-built, moved here, never deleted
+                   /quarantine/<time>/...                  what was damaged or half-built, moved here
 
-A cache is code: torch, Triton and AITER unpickle and load what they find. So a directory is used only if nobody else
-can write to it, and every file is compared with the manifest before anything is loaded.
+A cache is code: torch, Triton and AITER unpickle and load what they find. So a directory is used only if
+nobody else can write to it, and every file is compared with the manifest before anything is loaded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ _MANIFEST = "manifest.json"
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """``cache_dir``, else ``$MLA_WARMUP_CACHE``, else the platform's user cache directory. Nothing is created."""
+    """``cache_dir``, else ``$MLA_WARMUP_CACHE``, else the platform's user cache directory. Nothing is
+    created.
+    """
     chosen = (
         cache_dir
         or os.environ.get("MLA_WARMUP_CACHE")
@@ -54,7 +56,8 @@ def check_access(directory: Path) -> None:
     """Refuse a directory that somebody else could put code into.
 
     Raises:
-        CacheAccessError: ``directory`` is not a directory, is owned by neither the caller nor root, or is writable
+        CacheAccessError: ``directory`` is not a directory, is owned by neither the caller nor root, or is
+            writable
             by its group or by everybody.
     """
     try:
@@ -67,13 +70,14 @@ def check_access(directory: Path) -> None:
         )
     if status.st_uid not in (os.geteuid(), 0):
         raise CacheAccessError(
-            f"{directory} is owned by user {status.st_uid}, not by you ({os.geteuid()}) or root; a cache is code that "
-            "is loaded into your process: choose a directory of your own (--cache-dir or $MLA_WARMUP_CACHE), or chown it"
+            f"{directory} is owned by user {status.st_uid}, not by you ({os.geteuid()}) or root; a cache is code "
+            "that is loaded into your process: choose a directory of your own (--cache-dir or "
+            "$MLA_WARMUP_CACHE), or chown it"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise CacheAccessError(
-            f"{directory} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}); a cache is code that is "
-            f"loaded into your process: chmod go-w {directory}, after you have made sure of what is in it"
+            f"{directory} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}); a cache is code "
+            f"that is loaded into your process: chmod go-w {directory}, after making sure of what is in it"
         )
 
 
@@ -120,8 +124,8 @@ class CacheStore:
                     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise CacheAccessError(
-                f"cannot make {directory} ({error.strerror}); choose another cache directory with --cache-dir, "
-                "$MLA_WARMUP_CACHE or WarmupManager(cache_dir=...)"
+                f"cannot make {directory} ({error.strerror}); choose another cache directory with "
+                "--cache-dir, $MLA_WARMUP_CACHE or WarmupManager(cache_dir=...)"
             ) from error
         self._check_access()
 
@@ -162,10 +166,8 @@ class CacheStore:
         """
         manifest = check.manifest
         orphans = manifest.drop(check.broken)
-        reasons = {path: "belongs to a damaged unit" for path in orphans}
-        reasons |= {
-            path: "is not in the manifest (left by an interrupted build)" for path in self._strays(manifest)
-        }
+        reasons = dict.fromkeys(orphans, "belongs to a damaged unit")
+        reasons |= dict.fromkeys(self._strays(manifest), "is in no manifest (left by an interrupted build)")
         reasons |= check.damaged
         lines = self._set_aside(reasons)
         if check.damaged:
@@ -183,17 +185,20 @@ class CacheStore:
         """Set aside the files that no manifest lists (a build failed); under the lock."""
         return self._set_aside(dict.fromkeys(self._strays(self._read()), "was left by a build that failed"))
 
-    def record(self, key: str, kind: str, seconds: float) -> UnitRecord:
-        """Enter unit ``key`` with every payload file that is new or changed since the last record; under the lock."""
+    def record(self, key: str, kind: str, seconds: float, *, adopt: bool = True) -> UnitRecord:
+        """Enter unit ``key``; under the lock. With ``adopt`` it owns every payload file that is new or
+        changed.
+        """
         manifest = self._read()
-        changed = [path for path, status in self._scan() if self._is_new(path, status, manifest)]
-        records = {path: self._measure(path) for path in changed}
-        manifest.files.update({path: record for path, record in records.items() if record})
-        files = tuple(sorted(path for path, record in records.items() if record))
-        unit = UnitRecord(kind, round(seconds, 6), sum(manifest.files[path].size for path in files), files)
-        manifest.units[key] = unit
+        changed = [path for path, status in self._scan() if adopt and self._is_new(path, status, manifest)]
+        records = {path: record for path in changed if (record := self._measure(path))}
+        manifest.files.update(records)
+        before = manifest.units.get(key)
+        files = tuple(sorted({*records, *(before.files if before else ())}))
+        size = sum(manifest.files[path].size for path in files)
+        manifest.units[key] = UnitRecord(kind, round(seconds, 6), size, files)
         self._write(manifest)
-        return unit
+        return manifest.units[key]
 
     def environment(self) -> dict[str, str]:
         """The variables that point torch, Triton and AITER at this directory."""
@@ -254,7 +259,9 @@ class CacheStore:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _measure(self, path: str) -> FileRecord | None:
-        """Make the file durable and describe it; None if it vanished (a temporary file of a running compiler)."""
+        """Make the file durable and describe it; None if it vanished (a temporary file of a running
+        compiler).
+        """
         try:
             with open(self.directory / path, "rb") as file:
                 os.fsync(file.fileno())
@@ -302,6 +309,8 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def _is_torch_default(directory: str) -> bool:
-    """Whether Inductor itself chose ``directory``: it writes its default into the environment when first used."""
+    """Whether Inductor itself chose ``directory``: it writes its default into the environment when first
+    used.
+    """
     module = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
     return module is not None and directory == os.path.abspath(module.default_cache_dir())

@@ -1,6 +1,7 @@
 """``mla-warmup``: build, inspect, verify and clean the warm-up cache.
 
-Importing this module, and so ``--help``, imports neither torch nor rich. Data goes to stdout, all else to stderr.
+Importing this module, and so ``--help``, imports neither torch nor rich. Data goes to stdout, the rest to
+stderr.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class _UsageError(Exception):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mla-warmup",
-        description="Build every kernel and compiled graph once, keep them in a checked cache, and start warm.",
-        epilog="Exit status: 0 done, 1 failed, 2 wrong usage. MLA_WARMUP_TRACEBACK=1 shows where an error came from.",
+        description="Build kernels and compiled graphs once, keep them in a checked cache, start warm.",
+        epilog="Exit status: 0 done, 1 failed, 2 wrong usage. MLA_WARMUP_TRACEBACK=1 shows tracebacks.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     build = _add(commands, "build", _build, "build what the cache lacks, load the rest, capture and verify")

@@ -101,7 +101,7 @@ class Fingerprint:
                 _canonical(value)
             except (TypeError, ValueError) as error:
                 raise TypeError(
-                    f"fingerprint field {name!r} is not JSON ({error}); pass numbers, strings, lists, mappings"
+                    f"fingerprint field {name!r} is not JSON ({error}): use numbers, strings, lists"
                 ) from None
 
     @cached_property
@@ -122,9 +122,8 @@ def environment_fields(device: str | torch.device) -> dict[str, JSON]:
     """The fields that come from this process and ``device`` and not from the model.
 
     A GPU's properties are read (this initialises the runtime, as any first use does). The driver's version is
-    not a
-    field: every cached kernel is machine code for the named architecture, made by the compilers that are. The
-    thread count is one on a CPU alone, where Inductor's C++ kernels are specialised to it.
+    no field: every cached kernel is machine code for the named architecture, made by compilers that are fields.
+    The thread count is one on a CPU alone, where Inductor's C++ kernels are specialised to it.
     """
     import torch
 

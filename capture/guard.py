@@ -39,9 +39,9 @@ class CompileEvent:
 
     @property
     def is_build(self) -> bool:
-        """Whether code was generated. Tracing (``dynamo``, ``aot_autograd``) alone does not: every process
-        traces
-        again, and an Inductor build behind it is an event of its own."""
+        """Whether code was generated. Tracing (``dynamo``, ``aot_autograd``) is not that: every process traces
+        again, and an Inductor build behind it is an event of its own.
+        """
         return not self.cached and self.kind not in _TRACING
 
 
@@ -175,7 +175,7 @@ def _attach_triton(report: Callable[[CompileEvent], None]) -> Callable[[], None]
     return detach
 
 
-# torch counts cache hits, misses and bypasses of both caches; a bypass is a graph that no cache will ever hold.
+# torch counts hits, misses and bypasses of both caches; a bypass is a graph that no cache will ever hold.
 _TORCH_COUNTERS = (
     ("aot_autograd", "autograd_cache_hit", True),
     ("aot_autograd", "autograd_cache_miss", False),

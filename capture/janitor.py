@@ -18,8 +18,11 @@ __all__ = ["CachedEntry", "clean", "entries"]
 
 @dataclass(frozen=True)
 class CachedEntry:
-    """One fingerprint's directory: its size in bytes, quarantine included, and seconds since something was
-    built.
+    """One fingerprint's directory.
+
+    Attributes:
+        bytes: its size, quarantine included.
+        age: seconds since something was built.
     """
 
     path: Path
@@ -28,9 +31,7 @@ class CachedEntry:
 
 
 def entries(root: Path) -> list[CachedEntry]:
-    """The directories of a cache, the most lately built first. Other files below ``root`` are not ours to
-    name.
-    """
+    """The directories of a cache, the most lately built first."""
     if not root.is_dir():
         return []
     found = [
@@ -47,9 +48,12 @@ def clean(
     all: bool = False,
     dry_run: bool = False,
 ) -> list[CachedEntry]:
-    """Remove entries that were built more than ``older_than`` seconds ago, then the oldest until the rest
-    fits into
-    ``max_size`` bytes; with ``all``, every entry. One that a process is building stays.
+    """Remove entries of a cache. One that a process is building stays.
+
+    Args:
+        older_than: remove what was built more than so many seconds ago.
+        max_size: then remove the oldest until the rest fits into so many bytes.
+        all: remove every entry.
 
     Returns:
         what was removed, or with ``dry_run`` would be.

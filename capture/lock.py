@@ -18,8 +18,7 @@ __all__ = ["BuildLock"]
 
 
 class BuildLock:
-    """An exclusive lock on ``path``, free again when its holder exits or is killed, and re-entrant in one
-    object.
+    """An exclusive lock on ``path``: free again when its holder exits or is killed, re-entrant in one object.
 
     The lock file is never unlinked: a process that waits on an unlinked file would share its lock with
     nobody. Who holds it is written into a sidecar ``<path>.owner``, for the waiters' messages only.
@@ -32,8 +31,7 @@ class BuildLock:
 
     @contextmanager
     def hold(self, timeout: float, say: Callable[[str], None], *, interval: float = 10.0) -> Iterator[None]:
-        """Hold the lock. While waiting, ``say`` gets a line that names the holder, every ``interval``
-        seconds.
+        """Hold the lock. While it waits, ``say`` gets a line with the holder's name every ``interval`` seconds.
 
         Raises:
             CacheLockTimeout: the lock was not free within ``timeout`` seconds.

@@ -1,4 +1,4 @@
-"""The manifest of one cache directory: which units it has, which files they own, and what each file must be."""
+"""The manifest of a cache directory: which units it has, which files they own, what each file must be."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ class UnitRecord:
 
 @dataclass
 class Manifest:
-    """The contents of ``manifest.json``. It carries its own sha256, so that a changed byte is noticed
-    anywhere.
-    """
+    """The contents of ``manifest.json``, which carries its own sha256: a changed byte is noticed anywhere."""
 
     fields: Mapping[str, JSON]
     units: dict[str, UnitRecord] = field(default_factory=dict)

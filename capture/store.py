@@ -38,12 +38,11 @@ _VARIABLES = {
     "AITER_JIT_DIR": "aiter",
 }
 _MANIFEST = "manifest.json"
+_applied: dict[str, str] = {}  # what this process set: not a user's setting
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """``cache_dir``, else ``$MLA_WARMUP_CACHE``, else the platform's user cache directory. Nothing is
-    created.
-    """
+    """``cache_dir``, else ``$MLA_WARMUP_CACHE``, else the user's cache directory. Nothing is created."""
     chosen = (
         cache_dir
         or os.environ.get("MLA_WARMUP_CACHE")
@@ -56,8 +55,7 @@ def check_access(directory: Path) -> None:
     """Refuse a directory that somebody else could put code into.
 
     Raises:
-        CacheAccessError: ``directory`` is not a directory, is owned by neither the caller nor root, or is
-            writable
+        CacheAccessError: ``directory`` is not a directory, is owned by neither the caller nor root, or is writable
             by its group or by everybody.
     """
     try:
@@ -70,14 +68,14 @@ def check_access(directory: Path) -> None:
         )
     if status.st_uid not in (os.geteuid(), 0):
         raise CacheAccessError(
-            f"{directory} is owned by user {status.st_uid}, not by you ({os.geteuid()}) or root; a cache is code "
-            "that is loaded into your process: choose a directory of your own (--cache-dir or "
+            f"{directory} is owned by user {status.st_uid}, not by you ({os.geteuid()}) or root; a cache is "
+            "code that is loaded into your process: choose a directory of your own (--cache-dir or "
             "$MLA_WARMUP_CACHE), or chown it"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise CacheAccessError(
-            f"{directory} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}); a cache is code "
-            f"that is loaded into your process: chmod go-w {directory}, after making sure of what is in it"
+            f"{directory} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}); a cache is "
+            f"code that is loaded into your process: chmod go-w {directory}, after making sure of what is in it"
         )
 
 
@@ -175,7 +173,7 @@ class CacheStore:
         return lines
 
     def set_aside_unit(self, key: str) -> list[str]:
-        """Set aside the files that unit ``key`` alone owns and forget it (its load failed); under the lock."""
+        """Forget unit ``key``, which did not load, and set aside the files that it alone owns; under the lock."""
         manifest = self.check().manifest
         lines = self._set_aside(dict.fromkeys(manifest.drop([key]), "belongs to a unit that did not load"))
         self._write(manifest)
@@ -186,9 +184,7 @@ class CacheStore:
         return self._set_aside(dict.fromkeys(self._strays(self._read()), "was left by a build that failed"))
 
     def record(self, key: str, kind: str, seconds: float, *, adopt: bool = True) -> UnitRecord:
-        """Enter unit ``key``; under the lock. With ``adopt`` it owns every payload file that is new or
-        changed.
-        """
+        """Enter unit ``key``; under the lock. With ``adopt`` it owns every file that is new or changed."""
         manifest = self._read()
         changed = [path for path, status in self._scan() if adopt and self._is_new(path, status, manifest)]
         records = {path: record for path in changed if (record := self._measure(path))}
@@ -209,10 +205,10 @@ class CacheStore:
         notes = []
         for variable, value in self.environment().items():
             current = os.environ.get(variable)
-            if current is None or Path(current).is_relative_to(self.root):
-                os.environ[variable] = value
+            if current is None or current == _applied.get(variable) or Path(current).is_relative_to(self.root):
+                _applied[variable] = os.environ[variable] = value
             elif variable == "TORCHINDUCTOR_CACHE_DIR" and _is_torch_default(current):
-                os.environ[variable] = value
+                _applied[variable] = os.environ[variable] = value
                 notes.append(f"torch.compile had begun to use {current}; what it compiled before stays there")
             else:
                 notes.append(
@@ -259,9 +255,7 @@ class CacheStore:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _measure(self, path: str) -> FileRecord | None:
-        """Make the file durable and describe it; None if it vanished (a temporary file of a running
-        compiler).
-        """
+        """Make the file durable and describe it; None if it vanished (a running compiler's temporary file)."""
         try:
             with open(self.directory / path, "rb") as file:
                 os.fsync(file.fileno())
@@ -309,8 +303,6 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def _is_torch_default(directory: str) -> bool:
-    """Whether Inductor itself chose ``directory``: it writes its default into the environment when first
-    used.
-    """
+    """Whether Inductor itself chose ``directory``: it writes its default into the environment."""
     module = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
     return module is not None and directory == os.path.abspath(module.default_cache_dir())

@@ -7,7 +7,12 @@ import torch
 
 from capture.fingerprint import ABSENT, ENVIRONMENT_SWITCHES, Fingerprint, environment_fields
 
-FIELDS = {**environment_fields("cpu"), "hidden_size": 2048, "rope": {"factor": 40, "type": "yarn"}, "sizes": [1, 2]}
+FIELDS = {
+    **environment_fields("cpu"),
+    "hidden_size": 2048,
+    "rope": {"factor": 40, "type": "yarn"},
+    "sizes": [1, 2],
+}
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
@@ -39,7 +44,9 @@ def test_what_is_not_json_is_refused_by_name(value: object) -> None:
 
 @pytest.mark.parametrize("name", ENVIRONMENT_SWITCHES)
 @pytest.mark.parametrize("value", ["1", ""], ids=["set", "empty"])
-def test_a_compiler_switch_enters_by_being_present(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_switch_enters_by_being_present(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(name, raising=False)
     without = environment_fields("cpu")
     monkeypatch.setenv(name, value)

@@ -55,7 +55,12 @@ def link(path: Path) -> None:
     path.symlink_to(copy)
 
 
-DAMAGE = {"flipped": flip, "truncated": truncate, "removed": Path.unlink, "emptied": lambda path: os.truncate(path, 0)}
+DAMAGE = {
+    "flipped": flip,
+    "truncated": truncate,
+    "removed": Path.unlink,
+    "emptied": lambda path: os.truncate(path, 0),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
@@ -153,7 +158,9 @@ def test_leftovers_are_set_aside_before_a_build_and_only_then(cache: Path) -> No
 
 def test_lock_files_of_compilers_are_left_alone(cache: Path) -> None:
     warm_up(cache)
-    locks = [directory(cache) / name for name in ("inductor/locks/a.lock", "triton/b.lock", "aiter/build/lock_c")]
+    locks = [
+        directory(cache) / name for name in ("inductor/locks/a.lock", "triton/b.lock", "aiter/build/lock_c")
+    ]
     for path in locks:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -245,7 +252,9 @@ def test_a_users_own_setting_wins_and_is_reported(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
     report = warm_up(cache)
     assert report.environment["TRITON_CACHE_DIR"] == str(tmp_path / "mine")
-    assert any(line.startswith(f"TRITON_CACHE_DIR={tmp_path / 'mine'} was set already") for line in report.notes)
+    assert any(
+        line.startswith(f"TRITON_CACHE_DIR={tmp_path / 'mine'} was set already") for line in report.notes
+    )
     assert (tmp_path / "mine/kernel-0/kernel.bin").exists()
 
 

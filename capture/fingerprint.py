@@ -122,7 +122,7 @@ def environment_fields(device: str | torch.device) -> dict[str, JSON]:
     """The fields that come from this process and ``device`` and not from the model.
 
     A GPU's properties are read (this initialises the runtime, as any first use does). The driver's version is
-    no field: every cached kernel is machine code for the named architecture, made by compilers that are fields.
+    no field: every cached kernel is machine code for the named architecture, from compilers that are fields.
     The thread count is one on a CPU alone, where Inductor's C++ kernels are specialised to it.
     """
     import torch

@@ -39,7 +39,7 @@ class CompileEvent:
 
     @property
     def is_build(self) -> bool:
-        """Whether code was generated. Tracing (``dynamo``, ``aot_autograd``) is not that: every process traces
+        """Whether code was generated. Tracing (``dynamo``, ``aot_autograd``) does not: every process traces
         again, and an Inductor build behind it is an event of its own.
         """
         return not self.cached and self.kind not in _TRACING

@@ -31,7 +31,7 @@ class BuildLock:
 
     @contextmanager
     def hold(self, timeout: float, say: Callable[[str], None], *, interval: float = 10.0) -> Iterator[None]:
-        """Hold the lock. While it waits, ``say`` gets a line with the holder's name every ``interval`` seconds.
+        """Hold the lock; a wait tells ``say`` who holds it, at once and every ``interval`` seconds.
 
         Raises:
             CacheLockTimeout: the lock was not free within ``timeout`` seconds.

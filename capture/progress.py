@@ -19,8 +19,7 @@ class ProgressEvent:
     """One step of a warm-up.
 
     Attributes:
-        kind: ``phase`` (one began), ``unit`` (one began), ``done`` (one ended), ``heartbeat`` (still at
-            work),
+        kind: ``phase`` and ``unit`` (one began), ``done`` (a unit ended), ``heartbeat`` (still at work) or
             ``message``.
         text: one line for a human.
         done, total: cost guesses in seconds of the units that ended, and of all.
@@ -35,9 +34,7 @@ class ProgressEvent:
 
 
 class Progress(Protocol):
-    """What :meth:`capture.warmup.WarmupManager.run` takes as ``progress``; called from two threads, never at
-    once.
-    """
+    """What :meth:`capture.warmup.WarmupManager.run` calls: from two threads, but never at the same time."""
 
     def __call__(self, event: ProgressEvent, /) -> None: ...
 

@@ -41,9 +41,8 @@ class UnitRow:
     """What became of one unit.
 
     Attributes:
-        state: ``built`` (something was compiled, or no cache can hold it), ``hit`` (the cache had it and
-            nothing was
-            compiled for it), ``failed`` or ``skipped`` (a unit that it needs failed).
+        state: ``hit`` (the cache had it and nothing was compiled for it), ``built``, ``failed`` or
+            ``skipped`` (a unit that it needs failed).
         seconds: building or loading it.
         bytes: of its files in the cache.
         reason: why it failed, was skipped, or was built although the cache had it; else "".

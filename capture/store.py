@@ -55,8 +55,8 @@ def check_access(directory: Path) -> None:
     """Refuse a directory that somebody else could put code into.
 
     Raises:
-        CacheAccessError: ``directory`` is not a directory, is owned by neither the caller nor root, or is writable
-            by its group or by everybody.
+        CacheAccessError: ``directory`` is not a directory, is owned by neither the caller nor root, or can be
+            written by its group or by everybody.
     """
     try:
         status = directory.stat()
@@ -75,7 +75,7 @@ def check_access(directory: Path) -> None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise CacheAccessError(
             f"{directory} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}); a cache is "
-            f"code that is loaded into your process: chmod go-w {directory}, after making sure of what is in it"
+            f"code that is loaded into your process: chmod go-w {directory}, after a look at what is in it"
         )
 
 
@@ -130,6 +130,8 @@ class CacheStore:
     def check(self) -> CacheCheck:
         """Compare every file with the manifest (size, then sha256). Reads only; no lock.
 
+        A file that this object has read before, and that was not touched since, is not read again.
+
         Raises:
             CacheAccessError: as :func:`check_access`.
         """
@@ -173,7 +175,7 @@ class CacheStore:
         return lines
 
     def set_aside_unit(self, key: str) -> list[str]:
-        """Forget unit ``key``, which did not load, and set aside the files that it alone owns; under the lock."""
+        """Forget unit ``key``, which did not load; set aside the files that it alone owns; under the lock."""
         manifest = self.check().manifest
         lines = self._set_aside(dict.fromkeys(manifest.drop([key]), "belongs to a unit that did not load"))
         self._write(manifest)
@@ -201,11 +203,15 @@ class CacheStore:
         return {variable: str(self.directory / name) for variable, name in _VARIABLES.items()}
 
     def apply_environment(self) -> list[str]:
-        """Set :meth:`environment`, but never over a user's own setting; return what there is to say about it."""
+        """Set :meth:`environment`, but never over a user's own setting; return what a user should know."""
         notes = []
         for variable, value in self.environment().items():
             current = os.environ.get(variable)
-            if current is None or current == _applied.get(variable) or Path(current).is_relative_to(self.root):
+            if (
+                current is None
+                or current == _applied.get(variable)
+                or Path(current).is_relative_to(self.root)
+            ):
                 _applied[variable] = os.environ[variable] = value
             elif variable == "TORCHINDUCTOR_CACHE_DIR" and _is_torch_default(current):
                 _applied[variable] = os.environ[variable] = value
@@ -241,7 +247,7 @@ class CacheStore:
                 return "not a regular file"
             if status.st_size != record.size:
                 return f"size {status.st_size}, not {record.size}"
-            if self._sha256(path) != record.sha256:
+            if self._seen.get(path) != _identity(status) and self._sha256(path) != record.sha256:
                 return f"sha256 differs from {record.sha256[:12]}..."
         except FileNotFoundError:
             return "missing"
@@ -255,7 +261,7 @@ class CacheStore:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _measure(self, path: str) -> FileRecord | None:
-        """Make the file durable and describe it; None if it vanished (a running compiler's temporary file)."""
+        """Make the file durable and describe it; None if it vanished (some compiler's temporary file)."""
         try:
             with open(self.directory / path, "rb") as file:
                 os.fsync(file.fileno())
@@ -283,7 +289,8 @@ class CacheStore:
         return path not in manifest.files or self._seen.get(path) != _identity(status)
 
     def _strays(self, manifest: Manifest) -> list[str]:
-        return [path for path, _ in self._scan() if path not in manifest.files]
+        unfinished = [path.name for path in self.directory.glob(f".{_MANIFEST}.*.tmp")]
+        return unfinished + [path for path, _ in self._scan() if path not in manifest.files]
 
     def _set_aside(self, reasons: Mapping[str, str]) -> list[str]:
         if not reasons:

@@ -86,8 +86,7 @@ class Unit(ABC):
         phase: units run phase by phase, within one in the order listed.
         cost: a guess in seconds when cold, for the progress bar.
         persistent: its result is files in the cache. Otherwise (graphs cannot be stored) it is done again in
-            every
-            process, and its record only says that it succeeded before.
+            every process, and its record only says that it succeeded before.
         needs: keys of units without which it is skipped.
     """
 
@@ -100,9 +99,7 @@ class Unit(ABC):
 
     @abstractmethod
     def build(self, resources: Any) -> UnitResult | None:
-        """Make it, from what the specification's ``setup`` returned, leaving files in the cache's
-        directories.
-        """
+        """Make it from what the specification's ``setup`` returned, leaving files in the cache."""
 
     def load(self, resources: Any) -> UnitResult | None:
         """Make it in a process whose cache has those files; by default the same call, now served by them."""
@@ -111,8 +108,7 @@ class Unit(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledFunctionUnit(Unit):
-    """The first call of a ``torch.compile``'d function, or the build of anything else that torch's caches
-    keep.
+    """The first call of a ``torch.compile``'d function.
 
     Attributes:
         call: calls the compiled function with representative arguments, once per specialization.
@@ -190,9 +186,7 @@ class WarmupSpec:
         fields: what the cached files depend on besides the environment: model dimensions, dtypes, op schemas.
         setup: makes modules and loads weights; its result is what units get as ``resources``.
         units: all of the work.
-        cache_key_tag: appended to ``torch.compiler.config.cache_key_tag``, for functions whose meaning
-            torch's own
-            keys miss. Setting it imports Inductor.
+        cache_key_tag: appended to ``torch.compiler.config.cache_key_tag``, for what torch's own keys miss.
 
     Raises:
         ValueError: two units have the same key, or a unit needs one that does not run before it.

@@ -71,10 +71,19 @@ class WarmupPlan:
     """
 
     spec: WarmupSpec
-    fingerprint: Fingerprint
-    directory: Path
+    store: CacheStore
     units: tuple[PlannedUnit, ...]
     damaged: Mapping[str, str]
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What the cached files depend on."""
+        return self.store.fingerprint
+
+    @property
+    def directory(self) -> Path:
+        """Where they are."""
+        return self.store.directory
 
 
 class WarmupManager:
@@ -111,22 +120,19 @@ class WarmupManager:
         store = CacheStore(self.root, fingerprint)
         check = store.check()
         units = tuple(PlannedUnit(unit, check.state_of(unit.key)) for unit in spec.ordered())
-        return WarmupPlan(spec, fingerprint, store.directory, units, check.damaged)
+        return WarmupPlan(spec, store, units, check.damaged)
 
     def run(self, plan: WarmupPlan, progress: bool | Progress = True) -> WarmupReport:
         """Do the plan. Units that fail are in the report; the others go on.
 
-        Torch, Triton and AITER are pointed at the cache by environment variables, which stay set for the
-        process.
+        Environment variables point torch, Triton and AITER at the cache; they stay set for the process.
 
         Args:
             progress: True: a bar on a terminal, else lines on stderr, at least one every ``heartbeat``
-                seconds;
-                False: silence; or a callback.
+                seconds. False: silence. Or a callback.
 
         Raises:
-            CacheAccessError: something must be built and the cache cannot be written, or is not the caller's
-                own.
+            CacheAccessError: something must be built and the cache cannot be written, or is another's.
             CacheLockTimeout: another process kept the lock for longer than ``lock_timeout``.
             Exception: whatever ``setup`` of the specification raises.
         """
@@ -135,7 +141,7 @@ class WarmupManager:
             show = stack.enter_context(_shown(progress))
             beat = stack.enter_context(Heartbeat(show, total, self.heartbeat))
             watch = stack.enter_context(CompileWatch())
-            run = _Run(plan, CacheStore(self.root, plan.fingerprint), beat, self.lock_timeout)
+            run = _Run(plan, beat, self.lock_timeout)
             run.execute()
         return run.report(watch.compiled)
 
@@ -143,10 +149,9 @@ class WarmupManager:
 class _Run:
     """The state of one run. The steps of :meth:`execute` are its phases."""
 
-    def __init__(self, plan: WarmupPlan, store: CacheStore, beat: Heartbeat, lock_timeout: float) -> None:
-        self._plan = plan
+    def __init__(self, plan: WarmupPlan, beat: Heartbeat, lock_timeout: float) -> None:
         self._spec = plan.spec
-        self._store = store
+        self._store = plan.store
         self._beat = beat
         self._lock_timeout = lock_timeout
         self._begun = time.monotonic()
@@ -161,6 +166,8 @@ class _Run:
 
     def execute(self) -> None:
         store, units = self._store, self._spec.ordered()
+        if not store.directory.exists():
+            store.prepare()  # else the first compiler makes it, with a mode of its own choosing
         self._notes += store.apply_environment()
         with _builds_in_process() as notes:
             self._notes += notes
@@ -181,9 +188,9 @@ class _Run:
             self._record_successes(transient, check)
 
     def report(self, compiled: int) -> WarmupReport:
-        fields = self._plan.fingerprint.fields
+        fields = self._store.fingerprint.fields
         return WarmupReport(
-            fingerprint=self._plan.fingerprint,
+            fingerprint=self._store.fingerprint,
             device={"type": fields["device"], "name": fields["device_name"], "arch": fields["arch"]},
             backend=self._spec.backend,
             phases=tuple(PhaseRow(name, round(seconds, 4)) for name, seconds in self._seconds.items()),
@@ -276,9 +283,7 @@ class _Run:
             return row
 
     def _record_successes(self, units: Sequence[Unit], check: CacheCheck) -> None:
-        """Enter that units without files succeeded. Only a convenience for later reports, so never worth a
-        wait.
-        """
+        """Enter that units without files succeeded. It only serves later reports: not worth a wait."""
         rows = [self._rows[unit.key] for unit in units if unit.key not in check.intact]
         if not any(row.state == "built" for row in rows):
             return

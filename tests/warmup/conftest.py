@@ -1,14 +1,17 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
+import multiprocessing
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.warmup import toys
+
 _OURS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "AITER_JIT_DIR", "MLA_WARMUP_CACHE", "TOY_LOG")
 
 
@@ -38,29 +41,43 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[st
     return read
 
 
-Start = Callable[..., "subprocess.Popen[str]"]
+@dataclass
+class Command:
+    """``mla-warmup`` running in a process of its own."""
+
+    process: BaseProcess
+    output: Path
+
+    def finish(self) -> tuple[dict[str, Any], str]:
+        """Its report and what it wrote to stderr, once it ended well."""
+        self.process.join(120)
+        errors = self.output.with_suffix(".err").read_text()
+        assert self.process.exitcode == 0, errors
+        return json.loads(self.output.read_text()), errors
 
 
 @pytest.fixture
-def start(cache: Path) -> Iterator[Start]:
-    """Starts ``mla-warmup`` in a process of its own; what is still running at the end is killed."""
-    processes: list[subprocess.Popen[str]] = []
+def start(cache: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """Starts ``mla-warmup``; what still runs at the end is killed.
 
-    def run(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "capture.cli", *arguments]
-        variables = {"OMP_NUM_THREADS": "1", **os.environ, "MLA_WARMUP_CACHE": str(cache), **environment}
-        process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        processes.append(process)
-        return process
+    The processes are forked from one that has imported torch: eight imports at once would take too long.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch", "rich.table", "capture.cli", "capture.warmup", "tests.warmup.toys"]
+    )
+    commands: list[Command] = []
+
+    def run(*arguments: str, **environment: str) -> Command:
+        output = tmp_path / f"process-{len(commands)}.json"
+        variables = {"MLA_WARMUP_CACHE": str(cache), **environment}
+        process = context.Process(target=toys.command, args=(arguments, variables, str(output)))
+        process.start()
+        commands.append(Command(process, output))
+        return commands[-1]
 
     yield run
-    for process in processes:
-        process.kill()
-        process.communicate()
+    for command in commands:
+        command.process.kill()
+        command.process.join()
+        command.process.close()

@@ -56,8 +56,10 @@ def test_a_compiler_switch_enters_by_being_present(
 
 @pytest.mark.parametrize(
     "name",
-    ["HOME", "USER", "XDG_CACHE_HOME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "HOSTNAME"]
-    + ["TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "TRITON_HOME"],
+    [
+        *("HOME", "USER", "XDG_CACHE_HOME", "HOSTNAME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"),
+        *("CUDA_VISIBLE_DEVICES", "TRITON_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"),
+    ],
 )
 def test_places_and_ranks_do_not_enter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = environment_fields("cpu")

@@ -24,7 +24,7 @@ from capture import (
     register_build_source,
 )
 from capture.errors import CacheLockTimeout, VerificationError
-from capture.progress import Heartbeat, ProgressEvent, line_progress
+from capture.progress import Heartbeat, ProgressEvent, line_progress, rich_progress
 from capture.report import PHASES, BucketRow, render_side_by_side
 from tests.warmup.toys import CallUnit, FileUnit, kernels, toy_spec
 
@@ -278,13 +278,18 @@ def test_the_lock_is_waited_for_visibly_and_not_for_ever(cache: Path) -> None:
     manager = WarmupManager(cache, lock_timeout=0.05)
     plan = manager.plan(toy_spec(*kernels(1)))
     entered, leave = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        entered.set()
+        leave.wait(30)
+
     other = WarmupManager(cache)
     spec = toy_spec(
         CallUnit(
             key="slow",
             phase="kernels",
             persistent=True,
-            call=lambda: entered.set() or leave.wait(30) and None,
+            call=slow,
         )
     )
     builder = threading.Thread(target=lambda: other.run(other.plan(spec), progress=False))
@@ -323,7 +328,7 @@ def test_a_silence_is_broken_by_heartbeats_that_end_with_the_work() -> None:
         beat.unit("compile", "block")
         assert beat_seen.wait(30)
     count = len(events)
-    assert [event.text for event in events if event.kind == "heartbeat"][0] == "compile: block"
+    assert next(event.text for event in events if event.kind == "heartbeat") == "compile: block"
     assert not [thread for thread in threading.enumerate() if thread.name == "warm-up heartbeat"]
     assert len(events) == count
 
@@ -335,6 +340,15 @@ def test_lines_go_to_stderr_where_there_is_no_terminal(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "built: kernel-0" in captured.err
+
+
+def test_the_bar_goes_to_stderr_and_takes_any_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with rich_progress() as show:
+        for kind in ("phase", "unit", "message", "heartbeat", "done"):
+            show(ProgressEvent(kind, f"{kind} of decode[bold]", 0.5, 1.0, 2.0))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "message of decode[bold]" in captured.err
 
 
 def test_a_heartbeat_line_says_that_work_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

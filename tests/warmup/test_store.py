@@ -235,7 +235,7 @@ def test_roots_directory_is_trusted_by_others(cache: Path, monkeypatch: pytest.M
 
 def test_a_file_in_the_directorys_place_is_refused(cache: Path) -> None:
     cache.write_text("")
-    with pytest.raises(CacheAccessError, match="cannot make|not a directory"):
+    with pytest.raises(CacheAccessError, match=r"cannot make|not a directory"):
         warm_up(cache)
 
 
@@ -336,3 +336,22 @@ def test_clean_leaves_what_is_being_built(cache: Path, three: list[Path]) -> Non
     with store.hold(0.0, print):
         assert {entry.path for entry in clean(cache, all=True)} == set(three[1:])
     assert three[0].exists()
+
+
+def test_an_unfinished_manifest_is_set_aside(cache: Path) -> None:
+    warm_up(cache)
+    (directory(cache) / ".manifest.json.abc.tmp").write_text("half")
+    report = warm_up(cache, toy_spec(*kernels(3)))
+    assert [line.split(":")[0] for line in report.quarantined] == [".manifest.json.abc.tmp"]
+
+
+def test_a_sound_file_is_read_once_by_one_store(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up(cache)
+    store = CacheStore(cache, WarmupManager(cache).plan(SPEC).fingerprint)
+    read: list[str] = []
+    hash_file = store._sha256
+    monkeypatch.setattr(store, "_sha256", lambda path: read.append(path) or hash_file(path))
+    store.check()
+    flip(directory(cache) / FILES[0])
+    assert store.check().damaged.keys() == {FILES[0]}
+    assert sorted(read) == sorted([*FILES, FILES[0]])

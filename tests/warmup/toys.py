@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from capture import BuildOptions, CompiledFunctionUnit, Unit, UnitResult, WarmupSpec
+from capture.cli import main
 from capture.report import BucketRow
 
 
@@ -83,6 +85,14 @@ def failing(options: BuildOptions) -> WarmupSpec:
     """A kernel whose build script exits, between two good ones."""
     first, second = kernels(2)
     return toy_spec(first, CallUnit(key="exits", call=lambda: exit(3), phase="kernels"), second)
+
+
+def command(arguments: tuple[str, ...], environment: dict[str, str], output: str) -> None:
+    """``mla-warmup`` in this (new) process: stdout to ``output``, stderr beside it."""
+    os.environ.update(environment)
+    with open(output, "w") as sys.stdout, open(Path(output).with_suffix(".err"), "w") as sys.stderr:
+        code = main(arguments)
+    os._exit(code)
 
 
 def not_a_spec(options: BuildOptions) -> str:

@@ -77,3 +77,14 @@ def test_torch_compile_is_cold_once_and_warm_in_the_next_process(start: Start, c
     assert (warm["cold"], warm["compiled"], states(warm)) == (False, 0, {"hit": 1})
     assert cold["units"][0]["bytes"] > 0
     assert files == {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_a_triton_kernel_is_compiled_once_for_all_processes(start: Start, cache: Path) -> None:
+    pytest.importorskip("triton")
+    arguments = ("build", "--model", "tests.warmup.triton_toy:factory", "--device", "cpu", "--json")
+    environment = {"TRITON_DEFAULT_FP_FUSION": "1"}  # unset, Triton 3.9 warns that its default will change
+    cold, _ = start(*arguments, **environment).finish()
+    warm, _ = start(*arguments, **environment).finish()
+    assert (cold["compiled"], states(cold)) == (1, {"built": 1})
+    assert (warm["compiled"], states(warm)) == (0, {"hit": 1})
+    assert list(cache.glob("*/triton/*/add_one.hsaco"))

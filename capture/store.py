@@ -28,6 +28,7 @@ from capture.errors import CacheAccessError, CacheCorruptError
 from capture.fingerprint import Fingerprint
 from capture.lock import BuildLock
 from capture.manifest import FileRecord, Manifest, UnitRecord, fsync_directories, write_durably
+from capture.overlay import make_overlay, needs_overlay
 
 __all__ = ["CacheCheck", "CacheStore", "cache_root", "check_access"]
 
@@ -107,6 +108,7 @@ class CacheStore:
         self.root = root
         self.fingerprint = fingerprint
         self.directory = root / fingerprint.digest
+        self._place = self.directory
         self._lock = BuildLock(root / f"{fingerprint.digest}.lock")
         self._seen: dict[str, tuple[int, int, int]] = {}
 
@@ -199,12 +201,23 @@ class CacheStore:
         return manifest.units[key]
 
     def environment(self) -> dict[str, str]:
-        """The variables that point torch, Triton and AITER at this directory."""
-        return {variable: str(self.directory / name) for variable, name in _VARIABLES.items()}
+        """The variables that point torch, Triton and AITER at this directory, or at its overlay."""
+        return {variable: str(self._place / name) for variable, name in _VARIABLES.items()}
 
-    def apply_environment(self) -> list[str]:
-        """Set :meth:`environment`, but never over a user's own setting; return what a user should know."""
+    def apply_environment(self, check: CacheCheck) -> list[str]:
+        """Set :meth:`environment`, but never over a user's own setting; return what a user should know.
+
+        A directory that cannot be written is used through an overlay of the files that ``check`` found sound.
+
+        Raises:
+            CacheAccessError: neither can be written.
+        """
         notes = []
+        if needs_overlay(self.directory / name for name in _PAYLOAD):
+            self._place = make_overlay(self.directory, check.manifest.files.keys() - check.damaged.keys())
+            notes.append(
+                f"{self.directory} is read-only; what compilers write goes to {self._place} and is not kept"
+            )
         for variable, value in self.environment().items():
             current = os.environ.get(variable)
             if (

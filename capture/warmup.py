@@ -168,11 +168,10 @@ class _Run:
         store, units = self._store, self._spec.ordered()
         if not store.directory.exists():
             store.prepare()  # else the first compiler makes it, with a mode of its own choosing
-        self._notes += store.apply_environment()
         with _builds_in_process() as notes:
-            self._notes += notes
             with self._phase("kernels"):
                 check = store.check()  # before anything can be loaded
+                self._notes += [*store.apply_environment(check), *notes]
             self._cold = check.intact.isdisjoint(unit.key for unit in units)
             with self._phase("context"):
                 _make_context(self._spec.device)

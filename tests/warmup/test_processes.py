@@ -77,6 +77,9 @@ def test_torch_compile_is_cold_once_and_warm_in_the_next_process(start: Start, c
     assert (warm["cold"], warm["compiled"], states(warm)) == (False, 0, {"hit": 1})
     assert cold["units"][0]["bytes"] > 0
     assert files == {path: path.stat().st_mtime_ns for path in files}
+    elsewhere, _ = start("build", *COMPILED, TOY_READ_ONLY="1", **environment).finish()
+    assert (elsewhere["compiled"], states(elsewhere)) == (0, {"hit": 1})
+    assert [line for line in elsewhere["notes"] if "is read-only" in line]
 
 
 def test_a_triton_kernel_is_compiled_once_for_all_processes(start: Start, cache: Path) -> None:

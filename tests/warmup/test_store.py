@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,7 +181,56 @@ def test_a_warm_start_writes_nothing_and_needs_no_lock(cache: Path) -> None:
     assert snapshot(cache) == before
 
 
-def test_a_read_only_cache_loads(cache: Path) -> None:
+def refuse_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write anywhere, so a test cannot rely on modes alone."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+
+
+def test_a_read_only_cache_loads_what_was_checked_and_stays_as_it_is(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_up(cache)
+    (directory(cache) / "triton/stray").write_text("unchecked")
+    before = snapshot(cache)
+    refuse_writes(monkeypatch)
+    report = warm_up(cache)
+    assert states(report) == ["hit", "hit"]
+    place = Path(report.environment["TRITON_CACHE_DIR"])
+    assert not place.is_relative_to(cache)
+    assert sorted(str(path.relative_to(place.parent)) for path in place.rglob("kernel.*")) == FILES
+    assert not (place / "stray").exists()
+    assert [line for line in report.notes if "is read-only" in line]
+    assert snapshot(cache) == before
+
+
+def test_an_overlay_goes_when_the_process_that_made_it_ends(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("payload")
+    program = "import pathlib, sys; from capture.overlay import make_overlay as make; import os\n"
+    program += "place = make(pathlib.Path(sys.argv[1]), ['file']); print(place, flush=True)\n"
+    program += "if not os.fork(): sys.exit()\n"
+    program += "os.wait(); print((place / 'file').read_text())"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    place, payload = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert payload == "payload"
+    assert not Path(place).exists()
+    assert (tmp_path / "file").exists()
+
+
+def test_what_is_missing_from_a_read_only_cache_is_an_error_with_a_remedy(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_up(cache)
+    refuse_writes(monkeypatch)
+
+    def read_only(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("filelock.FileLock.acquire", read_only)
+    with pytest.raises(CacheAccessError, match=r"cannot lock .*choose another with --cache-dir"):
+        warm_up(cache, toy_spec(*kernels(3)))
+
+
+def test_modes_of_a_read_only_cache_are_enough(cache: Path) -> None:
     warm_up(cache)
     paths = [cache, *cache.rglob("*")]
     for path in paths:

@@ -83,7 +83,7 @@ class Unit(ABC):
     Attributes:
         kind: what it makes, such as "kernel" or "graph".
         key: readable, stable over processes, unique in its specification.
-        phase: units run phase by phase, within one in the order listed.
+        phase: where its time is counted; units run phase by phase.
         cost: a guess in seconds when cold, for the progress bar.
         persistent: its result is files in the cache. Otherwise (graphs cannot be stored) it is done again in
             every process, and its record only says that it succeeded before.
@@ -210,5 +210,5 @@ class WarmupSpec:
             seen.add(unit.key)
 
     def ordered(self) -> tuple[Unit, ...]:
-        """The units in the order in which they run."""
-        return tuple(sorted(self.units, key=lambda unit: _ORDER.index(unit.phase)))
+        """The units in the order in which they run: persistent ones first, then by phase, then as listed."""
+        return tuple(sorted(self.units, key=lambda unit: (not unit.persistent, _ORDER.index(unit.phase))))

@@ -165,26 +165,37 @@ class _Run:
         self._cold = False
 
     def execute(self) -> None:
-        store, units = self._store, self._spec.ordered()
-        if not store.directory.exists():
-            store.prepare()  # else the first compiler makes it, with a mode of its own choosing
+        units = self._spec.ordered()
         with _builds_in_process() as notes:
+            self._notes += notes
             with self._phase("kernels"):
-                check = store.check()  # before anything can be loaded
-                self._notes += [*store.apply_environment(check), *notes]
-            self._cold = check.intact.isdisjoint(unit.key for unit in units)
+                check = self._open()
             with self._phase("context"):
                 _make_context(self._spec.device)
             with self._phase("weights"):
                 self._tag_torch_keys()
                 resources = self._spec.setup()
             persistent = [unit for unit in units if unit.persistent]
-            if check.damaged or not _has(check, persistent):
+            if not _has(check, persistent):
                 check = self._build(persistent, resources)
             self._run_units(persistent, resources, check)
             transient = [unit for unit in units if not unit.persistent]
             self._run_units(transient, resources, check)
             self._record_successes(transient, check)
+
+    def _open(self) -> CacheCheck:
+        """Check the cache and set damage aside before anything can load it; then point the compilers at it."""
+        store = self._store
+        if not store.directory.exists():
+            store.prepare()  # else the first compiler makes it, with a mode of its own choosing
+        check = store.check()
+        self._cold = check.intact.isdisjoint(unit.key for unit in self._spec.units)
+        if check.damaged:
+            with store.hold(self._lock_timeout, self._beat.say):
+                self._set_aside(store.repair(store.check()))
+                check = store.check()
+        self._notes += store.apply_environment(check)
+        return check
 
     def report(self, compiled: int) -> WarmupReport:
         fields = self._store.fingerprint.fields
@@ -204,13 +215,13 @@ class _Run:
         )
 
     def _build(self, units: Sequence[Unit], resources: Any) -> CacheCheck:
-        """Under the lock: set damage aside and build what is missing, unless another process just did."""
+        """Under the lock: set leftovers aside and build what is missing, unless another process just did."""
         self._store.prepare()
         with ExitStack() as stack:
             with self._phase("kernels"):
                 stack.enter_context(self._store.hold(self._lock_timeout, self._beat.say))
                 check = self._store.check()
-            if _has(check, units) and not check.damaged:
+            if _has(check, units):
                 return check
             self._set_aside(self._store.repair(check))
             self._run_units(units, resources, check)

@@ -225,7 +225,27 @@ def test_two_units_cannot_have_one_key() -> None:
 
 def test_a_unit_cannot_need_a_later_one() -> None:
     with pytest.raises(ValueError, match="needs \\['kernel-0'\\], which no earlier unit makes"):
-        toy_spec(CallUnit(key="early", phase="kernels", needs=("kernel-0",), call=lambda: None), *kernels(1))
+        toy_spec(FileUnit(key="early", needs=("kernel-0",)), *kernels(1))
+
+
+def test_a_persistent_unit_cannot_need_a_transient_one() -> None:
+    transient = CallUnit(key="transient", phase="kernels", call=lambda: None)
+    with pytest.raises(ValueError, match="needs \\['transient'\\], which no earlier unit makes"):
+        toy_spec(
+            transient, CallUnit(key="persistent", persistent=True, needs=("transient",), call=lambda: None)
+        )
+
+
+def test_damage_is_set_aside_before_setup_could_load_it(cache: Path) -> None:
+    warm_up(cache, *kernels(1))
+    manager = WarmupManager(cache)
+    path = manager.plan(toy_spec(*kernels(1))).directory / "triton/kernel-0/kernel.bin"
+    path.write_text("damaged")
+    seen = []
+    spec = replace(toy_spec(*kernels(1)), setup=lambda: seen.append(path.exists()))
+    report = manager.run(manager.plan(spec), progress=False)
+    assert seen == [False]
+    assert states(report) == {"kernel-0": "built"}
 
 
 def test_a_field_cannot_hide_one_of_the_environment(cache: Path) -> None:

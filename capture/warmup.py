@@ -184,7 +184,7 @@ class _Run:
             self._record_successes(transient, check)
 
     def _open(self) -> CacheCheck:
-        """Check the cache and set damage aside before anything can load it; then point the compilers at it."""
+        """Check the cache, set damage aside before anything can load it, point the compilers at the cache."""
         store = self._store
         if not store.directory.exists():
             store.prepare()  # else the first compiler makes it, with a mode of its own choosing

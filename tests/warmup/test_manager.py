@@ -79,7 +79,9 @@ def raises(error: BaseException) -> Callable[[], UnitResult]:
 @pytest.mark.parametrize("error", [RuntimeError("no compiler"), SystemExit(3)], ids=["exception", "exit"])
 def test_a_failed_unit_is_reported_and_the_others_go_on(error: BaseException, cache: Path) -> None:
     first, second = kernels(2)
-    report = warm_up(cache, first, CallUnit(key="bad", phase="kernels", call=raises(error)), second)
+    report = warm_up(
+        cache, first, CallUnit(key="bad", phase="kernels", persistent=True, call=raises(error)), second
+    )
     assert states(report) == {"kernel-0": "built", "bad": "failed", "kernel-1": "built"}
     assert report.units[1].reason == f"{type(error).__name__}: {error}"
     assert not report.ok

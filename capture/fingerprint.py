@@ -30,6 +30,7 @@ ABSENT = "(absent)"
 """Stands for a missing field in :meth:`Fingerprint.diff`."""
 
 _DIGEST_HEX = 20
+_TRITON_DISTRIBUTIONS = ("triton", "triton-rocm", "pytorch-triton-rocm")
 
 ENVIRONMENT_SWITCHES = (
     # Triton: what its own cache key reads. Present at all is another key, even when equal to the default.
@@ -128,12 +129,12 @@ def environment_fields(device: str | torch.device) -> dict[str, JSON]:
     import torch
 
     fields: dict[str, JSON] = {
-        "mla_ops": _version_of("mla-ops"),
+        "mla_ops": _version_of(("mla-ops",)),
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "python_abi": str(sysconfig.get_config_var("SOABI")),
         "torch": torch.__version__,
         "torch_git": str(torch.version.git_version),
-        "triton": _version_of("triton"),
+        "triton": _version_of(_TRITON_DISTRIBUTIONS),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
     }
@@ -160,11 +161,14 @@ def _device_fields(device: torch.device) -> dict[str, JSON]:
     }
 
 
-def _version_of(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+def _version_of(distributions: Sequence[str]) -> str | None:
+    """The version of the first that is installed."""
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def _canonical(value: JSON) -> str:

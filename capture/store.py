@@ -135,8 +135,12 @@ class CacheStore:
         A file that this object has read before, and that was not touched since, is not read again.
 
         Raises:
-            CacheAccessError: as :func:`check_access`.
+            CacheAccessError: as :func:`check_access`, or the caller may not read the directory.
         """
+        if self.root.is_dir() and not os.access(self.root, os.R_OK | os.X_OK):
+            raise CacheAccessError(
+                f"{self.root} cannot be read; its owner can allow it: chmod -R go+rX {self.root}"
+            )
         empty = Manifest(self.fingerprint.fields)
         if not self.directory.exists():
             return CacheCheck(empty, {}, frozenset(), frozenset())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,17 @@ def test_a_gpu_enters_by_name_and_full_architecture(
     fields = environment_fields("cuda:3")
     assert (fields["arch"], fields["device_name"], fields["hip"]) == (arch, "some chip", hip)
     assert fields == environment_fields("cuda:0")
+
+
+def test_triton_is_found_under_the_name_of_a_rocm_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name != "pytorch-triton-rocm":
+            raise metadata.PackageNotFoundError(name)
+        return "3.6.0+rocm"
+
+    monkeypatch.setattr(metadata, "version", version)
+    fields = environment_fields("cpu")
+    assert (fields["triton"], fields["mla_ops"]) == ("3.6.0+rocm", None)
 
 
 def test_a_device_without_rules_is_refused() -> None:

@@ -183,7 +183,7 @@ def test_a_warm_start_writes_nothing_and_needs_no_lock(cache: Path) -> None:
 
 def refuse_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may write anywhere, so a test cannot rely on modes alone."""
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
 
 
 def test_a_read_only_cache_loads_what_was_checked_and_stays_as_it_is(
@@ -284,6 +284,13 @@ def test_roots_directory_is_trusted_by_others(cache: Path, monkeypatch: pytest.M
         pytest.skip("needs files that root owns: an image's cache")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert states(warm_up(cache)) == ["hit", "hit"]
+
+
+def test_a_directory_that_cannot_be_read_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up(cache)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(CacheAccessError, match=r"cannot be read; .* chmod -R go\+rX"):
+        WarmupManager(cache).plan(SPEC)
 
 
 def test_a_file_in_the_directorys_place_is_refused(cache: Path) -> None:

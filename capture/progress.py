@@ -53,6 +53,7 @@ class Heartbeat:
         self._done = 0.0
         self._begun = self._spoke = time.monotonic()
         self._what = "starting"
+        self._phase = ""
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="warm-up heartbeat", daemon=True)
@@ -68,9 +69,11 @@ class Heartbeat:
         self._thread.join()
 
     def phase(self, name: str) -> None:
-        """A phase begins."""
+        """Work on a phase begins, or goes on."""
         self._what = name
-        self._emit("phase", name)
+        if name != self._phase:
+            self._phase = name
+            self._emit("phase", name)
 
     def unit(self, phase: str, key: str) -> None:
         """A unit begins."""
@@ -98,9 +101,11 @@ class Heartbeat:
 
 
 def line_progress(stream: TextIO | None = None) -> Progress:
-    """A line on ``stream`` (default: stderr) for every event that ends a silence or needs one."""
+    """A line on ``stream`` (default: stderr) for every event but the start of a unit."""
 
     def show(event: ProgressEvent) -> None:
+        if event.kind == "unit":
+            return
         target = stream or sys.stderr
         still = "still at " if event.kind == "heartbeat" else ""
         print(f"mla-warmup [{event.seconds:6.1f} s] {still}{event.text}", file=target, flush=True)

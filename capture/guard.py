@@ -213,20 +213,35 @@ class _TorchCompile:
         self._flush(str(args.compile_id), seconds)
 
     def _flush(self, name: str, seconds: float) -> None:
-        counted = self._count()
-        for (kind, counter, cached), now, before in zip(_TORCH_COUNTERS, counted, self._counted, strict=True):
+        before, self._counted = self._counted, self._count()
+        # Fewer than before: somebody cleared torch's counters.
+        rises = [now - then if now >= then else now for now, then in zip(self._counted, before, strict=True)]
+        asked = 0
+        for (kind, counter, cached), rise in zip(_TORCH_COUNTERS, rises, strict=False):
+            asked += rise if kind == "inductor" else 0
             label = f"{name} (bypass)" if counter.endswith("bypass") else name
-            # Fewer than before: somebody cleared torch's counters.
-            for _ in range(now - before if now >= before else now):
+            for _ in range(rise):
                 self._report(CompileEvent(kind, label, seconds, cached))
-        self._counted = counted
+        if not asked and _inductor_cache_is_off():
+            for _ in range(rises[-1]):
+                self._report(CompileEvent("inductor", f"{name} (cache off)", seconds, False))
 
     @staticmethod
     def _count() -> tuple[int, ...]:
+        """:data:`_TORCH_COUNTERS`, then how many graphs were compiled at all."""
         utils = sys.modules.get("torch._dynamo.utils")
         if utils is None:
-            return (0,) * len(_TORCH_COUNTERS)
-        return tuple(int(utils.counters[kind][counter]) for kind, counter, _ in _TORCH_COUNTERS)
+            return (0,) * (len(_TORCH_COUNTERS) + 1)
+        counted = (utils.counters[kind][counter] for kind, counter, _ in _TORCH_COUNTERS)
+        return *map(int, counted), int(utils.counters["aot_autograd"]["total"])
+
+
+def _inductor_cache_is_off() -> bool:
+    """With its cache off, Inductor counts neither hits nor misses."""
+    config = sys.modules.get("torch._inductor.config")
+    if config is None:
+        return False
+    return bool(config.force_disable_caches or not (config.fx_graph_cache or config.fx_graph_remote_cache))
 
 
 def _attach_torch(report: Callable[[CompileEvent], None]) -> Callable[[], None]:

@@ -89,6 +89,12 @@ def test_options_reach_the_factory(capsys: pytest.CaptureFixture[str]) -> None:
     assert (fields["dtype"], fields["page_size"]) == ("float16", 1)
 
 
+def test_the_largest_batch_size_stands_for_the_default_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    buckets = pytest.importorskip("capture.buckets")
+    _, raw = run_json(capsys, "build", "--model", TOY[1], "--device", "cpu", "--max-batch-size", "12")
+    assert tuple(row["batch_size"] for row in raw["buckets"]) == buckets.default_batch_sizes(12)
+
+
 def test_a_second_build_is_warm(capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "build", *TOY)
     code, raw = run_json(capsys, "build", *TOY)

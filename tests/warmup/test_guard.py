@@ -172,6 +172,7 @@ def test_a_traced_function_is_named_and_no_build(tmp_path: Path) -> None:
 
 def test_what_torch_counts_becomes_events(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._dynamo.callback as callback
+    import torch._inductor.config as config
     from torch._dynamo.utils import counters
 
     monkeypatch.setitem(counters, "inductor", type(counters["inductor"])(fxgraph_cache_hit=5))
@@ -183,6 +184,9 @@ def test_what_torch_counts_becomes_events(monkeypatch: pytest.MonkeyPatch) -> No
             counters["aot_autograd"]["autograd_cache_hit"] += 1
         counters["inductor"].clear()  # as a user may
         counters["inductor"]["fxgraph_cache_hit"] += 1
+        compilation = callback.callback_handler.install_callbacks(callback.CallbackTrigger.DYNAMO, "9/10")
+        with config.patch(force_disable_caches=True), compilation:
+            counters["aot_autograd"]["total"] += 1
     found = [(event.kind, event.name, event.cached) for event in watch.events]
     assert found == [
         ("dynamo", "9/9", False),
@@ -190,5 +194,7 @@ def test_what_torch_counts_becomes_events(monkeypatch: pytest.MonkeyPatch) -> No
         ("inductor", "9/9", False),
         ("inductor", "9/9 (bypass)", False),
         ("inductor", "(outside of torch.compile)", True),
+        ("dynamo", "9/10", False),
+        ("inductor", "9/10 (cache off)", False),
     ]
-    assert watch.compiled == 2
+    assert watch.compiled == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 
 import pytest
 import torch
@@ -26,5 +27,6 @@ def seed() -> int:
     """A fresh seed for each test, printed when it fails; set MLA_TEST_SEED to run with that one again."""
     value = int(os.environ.get(SEED_VARIABLE) or int.from_bytes(os.urandom(4), "little"))
     print(f"{SEED_VARIABLE}={value}")
+    random.seed(value)
     torch.manual_seed(value)
     return value

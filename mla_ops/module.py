@@ -89,7 +89,8 @@ class DeepseekMLA(nn.Module):
         """
         if free_kv_b_proj and self.kv_b_proj is not None:
             self.register_buffer("kv_b_weight", self.kv_b_proj.weight.detach(), persistent=False)
-            del self.kv_b_proj  # a submodule that is only set to None still takes its name in a state dict, and drops it
+            # A submodule that is only set to None still takes its name in a state dict, and drops the weight
+            del self.kv_b_proj
             self.kv_b_proj = None
         return self.W_UK, self.W_UV
 

@@ -187,6 +187,33 @@ def test_write(in_dims: tuple[int | None, ...], cache_dim: int) -> None:
     assert torch.equal(caches, expected)
 
 
+def assert_gradients_equal_those_of_a_loop(function: Callable[..., Tensor], args: Sequence[Tensor]) -> None:
+    gradients = []
+    for run in (vmap(function), lambda *x: torch.stack(loop(function, (0,) * len(x), x))):
+        leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in args]
+        run(*leaves).sum().backward()
+        gradients.append([x.grad for x in leaves if x.requires_grad])
+    for found, expected in zip(*gradients, strict=True):
+        assert found.isfinite().all()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_through_a_vmapped_decode_never_meet_poison() -> None:
+    assert_gradients_equal_those_of_a_loop(lambda *x: decode(*x)[0].sum(), decode_arguments())
+
+
+def test_gradients_through_a_vmapped_prefill_never_meet_poison() -> None:
+    q, k, v = torch.randn(CALLS, 7, 2, 8), torch.randn(CALLS, 9, 2, 8), torch.randn(CALLS, 9, 2, 4)
+    for x in (q, k, v):
+        x[:, 6:] = torch.nan
+
+    def function(*args: Tensor) -> Tensor:
+        return mla_ops.mla_prefill(*args, max_seqlen_q=3, max_seqlen_k=5, softmax_scale=0.3).out.sum()
+
+    cu_q, cu_k = indptr([[3, 3]] * CALLS), indptr([[4, 2], [1, 5], [2, 4]])
+    assert_gradients_equal_those_of_a_loop(function, (q, k, v, cu_q, cu_k))
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------
 
 

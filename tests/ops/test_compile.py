@@ -217,13 +217,12 @@ def test_a_cache_that_is_still_needed_is_not_written_in_place_of_its_clone() -> 
 # --- one graph for all layers and batch sizes -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("query_len", [1, 2])
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(("count", "query_len"), [(1, 1), (4, 1), (2, 2)])
 def test_batch_sizes_1_to_64_are_one_graph_whatever_the_number_of_layers(count: int, query_len: int) -> None:
     layers, caches, plan = make_layers(count), make_caches(count), make_plan(query_len)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = compile_layers(layers, backend=counter)
-    for batch_size in (1, 2, *torch.randint(3, 64, (4,)).tolist(), 64, 1):
+    for batch_size in (1, 2, *torch.randint(3, 64, (2,)).tolist(), 64, 1):
         hidden, metadata = step(plan, batch_size)
         for layer, run, cache in zip(layers, compiled, caches, strict=True):
             expected_cache = cache.clone()

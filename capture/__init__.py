@@ -17,19 +17,28 @@ if TYPE_CHECKING:
         smallest_fit,
     )
     from capture.buffers import BatchDim
+    from capture.compile_sources import CompileEvent
     from capture.errors import (
         CacheAccessError,
         CacheCorruptError,
         CacheError,
         CacheLockTimeout,
         CaptureError,
+        CompileForbiddenError,
         GraphCaptureError,
         InputMismatchError,
         NotCapturedError,
         VerificationError,
     )
     from capture.fingerprint import Fingerprint
-    from capture.guard import CompileEvent, CompileWatch, register_build_source
+    from capture.guard import (
+        CompileWarning,
+        CompileWatch,
+        Seal,
+        install_from_environment,
+        no_compile,
+        register_build_source,
+    )
     from capture.report import WarmupReport
     from capture.runner import CapturedBucket, CaptureReport, GraphRunner
     from capture.store import CacheStore
@@ -59,6 +68,8 @@ __all__ = [
     "CaptureReport",
     "CapturedBucket",
     "CompileEvent",
+    "CompileForbiddenError",
+    "CompileWarning",
     "CompileWatch",
     "CompiledFunctionUnit",
     "Fingerprint",
@@ -68,6 +79,7 @@ __all__ = [
     "InputMismatchError",
     "NotCapturedError",
     "PaddingWaste",
+    "Seal",
     "Unit",
     "UnitResult",
     "VerificationError",
@@ -79,6 +91,8 @@ __all__ = [
     "WarmupSpec",
     "choose_batch_sizes",
     "default_batch_sizes",
+    "install_from_environment",
+    "no_compile",
     "padding_waste",
     "register_build_source",
     "smallest_fit",
@@ -97,7 +111,9 @@ _MODULE_OF = {
     "CaptureError": "errors",
     "CaptureReport": "runner",
     "CapturedBucket": "runner",
-    "CompileEvent": "guard",
+    "CompileEvent": "compile_sources",
+    "CompileForbiddenError": "errors",
+    "CompileWarning": "guard",
     "CompileWatch": "guard",
     "CompiledFunctionUnit": "warmup",
     "Fingerprint": "fingerprint",
@@ -107,6 +123,7 @@ _MODULE_OF = {
     "InputMismatchError": "errors",
     "NotCapturedError": "errors",
     "PaddingWaste": "buckets",
+    "Seal": "guard",
     "Unit": "warmup",
     "UnitResult": "warmup",
     "VerificationError": "errors",
@@ -118,6 +135,8 @@ _MODULE_OF = {
     "WarmupSpec": "warmup",
     "choose_batch_sizes": "buckets",
     "default_batch_sizes": "buckets",
+    "install_from_environment": "guard",
+    "no_compile": "guard",
     "padding_waste": "buckets",
     "register_build_source": "guard",
     "smallest_fit": "buckets",

@@ -72,3 +72,10 @@ def runner_of(
         "pad_values": {"slots": -1},
     }
     return GraphRunner(step, batch_sizes=batch_sizes, state=state, **(settings | options))
+
+
+def make_inputs(batch_size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "x": torch.randn(batch_size, WIDTH, generator=generator),
+        "slots": torch.randperm(SLOTS, generator=generator)[:batch_size],
+    }

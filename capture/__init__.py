@@ -39,8 +39,9 @@ if TYPE_CHECKING:
         no_compile,
         register_build_source,
     )
+    from capture.memory import CapturedBucket, CaptureReport, Memory
     from capture.report import WarmupReport
-    from capture.runner import CapturedBucket, CaptureReport, GraphRunner
+    from capture.runner import GraphRunner
     from capture.store import CacheStore
     from capture.verify import BucketResult, VerifyReport, verify
     from capture.warmup import (
@@ -77,6 +78,7 @@ __all__ = [
     "GraphCaptureUnit",
     "GraphRunner",
     "InputMismatchError",
+    "Memory",
     "NotCapturedError",
     "PaddingWaste",
     "Seal",
@@ -109,8 +111,8 @@ _MODULE_OF = {
     "CacheLockTimeout": "errors",
     "CacheStore": "store",
     "CaptureError": "errors",
-    "CaptureReport": "runner",
-    "CapturedBucket": "runner",
+    "CaptureReport": "memory",
+    "CapturedBucket": "memory",
     "CompileEvent": "compile_sources",
     "CompileForbiddenError": "errors",
     "CompileWarning": "guard",
@@ -121,6 +123,7 @@ _MODULE_OF = {
     "GraphCaptureUnit": "warmup",
     "GraphRunner": "runner",
     "InputMismatchError": "errors",
+    "Memory": "memory",
     "NotCapturedError": "errors",
     "PaddingWaste": "buckets",
     "Seal": "guard",

@@ -117,7 +117,7 @@ def verify(
         torch.cuda.synchronize(runner.device)  # a replay on another stream may still use the static buffers
     if generator is None:
         generator = torch.Generator(runner.device)
-        generator.seed()
+        generator.manual_seed(runner.ranks.first(generator.seed()))  # ranks run the same trials
     hook = poison_state or runner.poison_state
     saved = {name: tensor.clone() for name, tensor in runner.state.items()}
     results = []

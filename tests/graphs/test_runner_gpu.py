@@ -14,6 +14,7 @@ from torch import Tensor
 from toy_step import SLOTS, WIDTH, ToyStep, example, runner_of
 
 from capture import GraphCaptureError, GraphRunner, VerificationError, verify
+from capture.graphs import capture_stream
 
 pytestmark = pytest.mark.gpu
 
@@ -263,7 +264,9 @@ def test_metadata_that_the_allocator_got_back_after_the_capture_is_found() -> No
     runner = runner_of(step, (8,), example_inputs=example(8, "cuda"))
     runner.capture(verify=False)
     kept.clear()
-    junk = [torch.full((WIDTH,), 1e9, device="cuda") for _ in range(200)]  # lands where the metadata was
+    with torch.cuda.stream(capture_stream(runner.device)):  # whose blocks are reused on it alone
+        junk = [torch.full((WIDTH,), 1e9, device="cuda") for _ in range(200)]  # lands where the metadata was
+    torch.cuda.synchronize()
     report = verify(runner)
     assert any("replay differs from eager" in failure for failure in report.failures)
     del junk

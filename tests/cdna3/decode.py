@@ -1,4 +1,4 @@
-"""Machine code to named fields. The only file that knows the decoder (the tables that tinygrad makes from AMD's ISA XML)."""
+"""Machine code to named fields: the only file that knows the decoder, which tinygrad generates from AMD's ISA XML."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ _LONGEST = 16
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction: `mnemonic` without encoding suffix, raw `fields` by the name that the ISA document gives them."""
+    """One instruction: `mnemonic` without encoding suffix, raw `fields` by the names of the ISA document."""
 
     pc: int
     size: int

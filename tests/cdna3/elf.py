@@ -1,7 +1,7 @@
 """AMD code objects: loadable segments, kernel descriptors and the metadata note.
 
-Sources: the ELF-64 specification and "User Guide for AMDGPU Backend" of LLVM (code object V3 and later, kernel descriptor
-V3, note record NT_AMDGPU_METADATA).
+Sources: the ELF-64 specification and LLVM's "User Guide for AMDGPU Backend" (code object V3 and later, kernel
+descriptor, note record NT_AMDGPU_METADATA).
 """
 
 import struct
@@ -61,7 +61,11 @@ class CodeObject:
         self.arch = _ARCHITECTURES[flags & 0xFF]
         self._data = data
         segments = list(self._segments())
-        loads = [(offset, address, file_size, size) for kind, offset, address, file_size, size in segments if kind == _PT_LOAD]
+        loads = [
+            (offset, address, file_size, size)
+            for kind, offset, address, file_size, size in segments
+            if kind == _PT_LOAD
+        ]
         self.image = np.zeros(max(address + size for _, address, _, size in loads), np.uint8)
         for offset, address, file_size, _ in loads:
             self.image[address : address + file_size] = np.frombuffer(data, np.uint8, file_size, offset)
@@ -76,7 +80,9 @@ class CodeObject:
     def _segments(self):
         offset, count = struct.unpack_from("<Q", self._data, 32)[0], struct.unpack_from("<H", self._data, 56)[0]
         for index in range(count):
-            kind, _, file_offset, address, _, file_size, size, _ = struct.unpack_from("<IIQQQQQQ", self._data, offset + 56 * index)
+            kind, _, file_offset, address, _, file_size, size, _ = struct.unpack_from(
+                "<IIQQQQQQ", self._data, offset + 56 * index
+            )
             yield kind, file_offset, address, file_size, size
 
     def _section(self, index: int) -> tuple[int, ...]:
@@ -114,7 +120,8 @@ class CodeObject:
         _, _, resources, properties, preload = struct.unpack_from("<IIIHH", descriptor, 44)
         described = next((k for k in self.metadata.get("amdhsa.kernels", []) if k[".name"] == name), {})
         arguments = tuple(
-            KernelArgument(a.get(".name", ""), a[".value_kind"], a[".offset"], a[".size"]) for a in described.get(".args", [])
+            KernelArgument(a.get(".name", ""), a[".value_kind"], a[".offset"], a[".size"])
+            for a in described.get(".args", [])
         )
         return Kernel(
             name=name,
@@ -152,7 +159,9 @@ def _message_pack(data: bytes, at: int) -> tuple[Any, int]:
         return data[at + size : end].decode(), end
     if tag in (0xDC, 0xDD, 0xDE, 0xDF):
         size = 4 if tag & 1 else 2
-        return _message_pack_collection(data, at + size, int.from_bytes(data[at : at + size], "big"), is_map=tag >= 0xDE)
+        return _message_pack_collection(
+            data, at + size, int.from_bytes(data[at : at + size], "big"), is_map=tag >= 0xDE
+        )
     if tag >= 0xE0:
         return tag - 256, at
     raise ValueError(f"metadata note: MessagePack type {tag:#x} is not one that code objects use")

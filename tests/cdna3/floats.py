@@ -1,4 +1,4 @@
-"""Number formats that NumPy lacks: bf16 and the two 8-bit floats, in both the FNUZ (gfx942) and the OCP (gfx950) flavour."""
+"""Number formats that NumPy lacks: bf16, and two 8-bit floats in the FNUZ (gfx942) and the OCP (gfx950) flavour."""
 
 from functools import cache
 
@@ -47,7 +47,10 @@ def fp8_values(kind: str, arch: str) -> np.ndarray:
 
 
 def fp8_encode(values: np.ndarray, kind: str, arch: str) -> np.ndarray:
-    """fp32 -> codes as uint32, round to nearest even; past the largest finite value: infinity where the format has it, else NaN."""
+    """fp32 -> codes as uint32, round to nearest even.
+
+    What rounds past the largest finite value becomes infinity where the format has one, else NaN.
+    """
     table = fp8_values(kind, arch)
     finite = np.flatnonzero(np.isfinite(table[:128]))
     # One step past the largest finite value, so that what rounds up to there overflows.

@@ -38,10 +38,12 @@ def launch(
         memory: every buffer that the kernel may touch.
         dynamic_lds: bytes of LDS beyond those that the kernel descriptor asks for.
         order: one of WAVE_ORDERS.
-        late: deliver a load only at the s_waitcnt that needs it; its registers hold poison until then.
+        late: deliver a load only at the s_waitcnt that must wait for it; until then its registers keep their old
+            contents.
 
     Raises:
-        MemoryFault: an access outside `memory`, the LDS or the scratch; names instruction, pc, address and nearest buffer.
+        MemoryFault: an access outside `memory`, the LDS or the scratch; it names instruction, pc, address and the
+            nearest buffer.
         UnsupportedInstructionError: an instruction without a meaning here; names mnemonic and pc.
         InterpreterError: a pc outside the code, or a kernel that does not end.
     """
@@ -52,7 +54,8 @@ def launch(
     memory.add(program.code.image, "code object")
     memory.add(arguments, "kernel arguments")
     packet = np.frombuffer(
-        struct.pack("<6H3I", 0, 3, *block, 0, *(g * b for g, b in zip(grid, block, strict=True))).ljust(64, b"\0"), np.uint8
+        struct.pack("<6H3I", 0, 3, *block, 0, *(g * b for g, b in zip(grid, block, strict=True))).ljust(64, b"\0"),
+        np.uint8,
     )
     memory.add(packet, "dispatch packet")
     user = _user_sgprs(kernel, packet.ctypes.data, arguments.ctypes.data, kernarg)

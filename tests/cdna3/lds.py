@@ -7,7 +7,7 @@ import numpy as np
 
 from .decode import Instruction
 from .errors import MemoryFault, UnsupportedInstructionError
-from .machine import LANES, POISON, Wave
+from .machine import LANES, Wave
 
 __all__ = ["build_lds"]
 
@@ -25,7 +25,12 @@ def build_lds(instruction: Instruction) -> Step | None:
     if instruction.encoding != "DS":
         return None
     name = instruction.mnemonic
-    builders = ((_WHOLE, _whole), (_NARROW_READ, _narrow_read), (_NARROW_WRITE, _narrow_write), (_TRANSPOSED, _transposed))
+    builders = (
+        (_WHOLE, _whole),
+        (_NARROW_READ, _narrow_read),
+        (_NARROW_WRITE, _narrow_write),
+        (_TRANSPOSED, _transposed),
+    )
     for pattern, builder in builders:
         if match := pattern.fullmatch(name):
             return builder(instruction, match)
@@ -55,8 +60,6 @@ def _elements(wave: Wave, width: int) -> np.ndarray:
 def _commit(wave: Wave, register: int, values: np.ndarray) -> None:
     """Let a read of uint32 [count, 64] arrive in the lanes that are active now."""
     active, rows = wave.active, wave.vector[register : register + len(values)]
-    if wave.late:
-        rows[:, active] = POISON
     wave.finish("lgkm", lambda: np.copyto(rows, values, where=active))
 
 
@@ -129,7 +132,7 @@ def _narrow_write(instruction: Instruction, match: re.Match) -> Step:
 def _transposed(instruction: Instruction, match: re.Match) -> Step:
     """ds_read_b64_tr (gfx950): 16 lanes read 16 rows of 64 bits and receive the transpose.
 
-    Element j of lane l comes from lane j * (lanes per element) + l // (elements), element l % (elements), all within 16 lanes.
+    With n elements in 64 bits, element j of lane l is element l % n of lane 16 / n * j + l // n, within each 16 lanes.
     """
     width = int(match[1]) // 8
     per_lane = 8 // width

@@ -11,7 +11,20 @@ import numpy as np
 
 from .errors import MemoryFault
 
-__all__ = ["EXEC", "LANES", "M0", "MASK32", "MASK64", "POISON", "VCC", "Buffer", "Memory", "Wave", "bits_to_lanes", "lanes_to_bits"]
+__all__ = [
+    "EXEC",
+    "LANES",
+    "M0",
+    "MASK32",
+    "MASK64",
+    "POISON",
+    "VCC",
+    "Buffer",
+    "Memory",
+    "Wave",
+    "bits_to_lanes",
+    "lanes_to_bits",
+]
 
 VCC, M0, EXEC = 106, 124, 126  # scalar operand codes
 LANES = np.arange(64)
@@ -57,7 +70,9 @@ class Memory:
         if isinstance(owner, np.ndarray):
             start, size = owner.ctypes.data, owner.nbytes
         else:
-            extent = 1 + sum((n - 1) * s for n, s in zip(owner.shape, owner.stride(), strict=True)) if owner.numel() else 0
+            extent = (
+                1 + sum((n - 1) * s for n, s in zip(owner.shape, owner.stride(), strict=True)) if owner.numel() else 0
+            )
             start, size = owner.data_ptr(), extent * owner.element_size()
         if size:
             self._register(start, start + size, owner, name)
@@ -86,7 +101,8 @@ class Memory:
         buffer = min(self._buffers, key=lambda b: max(b.start - address, address - b.end + 1))
         if address < buffer.start:
             return f"nearest is {buffer.name!r}, which starts {buffer.start - address} bytes later"
-        return f"nearest is {buffer.name!r} of {buffer.end - buffer.start} bytes: the access is at its byte {address - buffer.start}"
+        size, at = buffer.end - buffer.start, address - buffer.start
+        return f"nearest is {buffer.name!r} of {size} bytes: the access is at its byte {at}"
 
     def _groups(self, addresses: np.ndarray, size: int):
         """Yield (buffer, selection of lanes): nearly always one buffer and all lanes."""
@@ -130,8 +146,10 @@ class Memory:
 class Wave:
     """Registers and program counter of one wave.
 
-    `vector` is uint32 [512, 64]: VGPRs, then AGPRs. `lds` is uint8 [bytes], shared by the waves of a workgroup; `scratch` uint32 [dwords, 64].
-    With `late`, a load's result is poison until the s_waitcnt that must wait for it: the slowest memory that the ISA allows.
+    `vector` is uint32 [512, 64]: VGPRs, then AGPRs. `lds` is uint8 [bytes], shared by the waves of a workgroup;
+    `scratch` is uint32 [dwords, 64].
+    With `late`, a load arrives only at the s_waitcnt that must wait for it, the slowest memory that the ISA allows;
+    until then its registers keep their old contents.
     """
 
     def __init__(self, memory: Memory, lds: np.ndarray, scratch_bytes: int = 0, late: bool = False):

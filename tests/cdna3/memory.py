@@ -11,7 +11,7 @@ import numpy as np
 
 from .decode import Instruction
 from .errors import MemoryFault, UnsupportedInstructionError
-from .machine import LANES, M0, POISON, Wave
+from .machine import LANES, M0, Wave
 from .operands import scalar_source, sign_extend
 
 __all__ = ["Transfer", "build_memory"]
@@ -20,7 +20,14 @@ Step = Callable[[Wave], None]
 Addresses = Callable[[Wave], tuple[np.ndarray, np.ndarray]]
 
 _NAME = re.compile(r"(global|flat|buffer|scratch)_(load|store|atomic)_(lds_)?(\w+)")
-_KINDS = {"ubyte": (1, False), "sbyte": (1, True), "byte": (1, False), "ushort": (2, False), "sshort": (2, True), "short": (2, False)}
+_KINDS = {
+    "ubyte": (1, False),
+    "sbyte": (1, True),
+    "byte": (1, False),
+    "ushort": (2, False),
+    "sshort": (2, True),
+    "short": (2, False),
+}
 _NO_SADDR, _AGPR = 0x7F, 256
 
 
@@ -133,8 +140,6 @@ def _load(addresses: Addresses, transfer: Transfer, register: int) -> Step:
         values[:, in_range] = wave.memory.gather(where[in_range], width, count)
         values = transfer.merge(old, transfer.extend(values))
         rows = wave.vector[register : register + count]
-        if wave.late:
-            rows[:, active] = POISON
         wave.finish("vm", lambda: np.copyto(rows, values, where=active))
 
     return load
@@ -171,8 +176,6 @@ def _load_to_lds(instruction: Instruction, addresses: Addresses, transfer: Trans
         def commit() -> None:
             wave.lds[start[:, None] + np.arange(stride)] = data
 
-        if wave.late:
-            wave.lds[start[:, None] + np.arange(stride)] = np.tile(np.frombuffer(POISON.to_bytes(4, "little"), np.uint8), stride // 4)
         wave.finish("vm", commit)
 
     return load
@@ -186,11 +189,15 @@ def _scratch(instruction: Instruction, action: str, transfer: Transfer, accumula
 
     def move(wave: Wave) -> None:
         base = offset + (wave.scalar[instruction["saddr"]] if instruction["saddr"] != _NO_SADDR else 0)
-        start = base + (wave.vector[instruction["addr"]].astype(np.int64) if instruction["sve"] else np.zeros(64, np.int64))
+        start = base + (
+            wave.vector[instruction["addr"]].astype(np.int64) if instruction["sve"] else np.zeros(64, np.int64)
+        )
         active = wave.active
         first = start[active]
         if len(first) and (first.min() < 0 or first.max() + 4 * count > 4 * len(wave.scratch) or (first & 3).any()):
-            raise MemoryFault(f"scratch bytes {first.min()}..{first.max() + 4 * count - 1} of {4 * len(wave.scratch)} per lane")
+            raise MemoryFault(
+                f"scratch bytes {first.min()}..{first.max() + 4 * count - 1} of {4 * len(wave.scratch)} per lane"
+            )
         lanes, rows = LANES[active], (first >> 2) + np.arange(count)[:, None]
         if action == "store":
             wave.scratch[rows, lanes] = wave.vector[register : register + count, active]
@@ -198,8 +205,6 @@ def _scratch(instruction: Instruction, action: str, transfer: Transfer, accumula
             return
         values = wave.scratch[rows, lanes]
         target = wave.vector[register : register + count]
-        if wave.late:
-            target[:, active] = POISON
 
         def commit() -> None:
             target[:, active] = values
@@ -248,8 +253,6 @@ def _atomic(instruction: Instruction, addresses: Addresses, what: str, accumulat
         active = wave.active
         if returned is not None:
             row = wave.vector[returned]
-            if wave.late:
-                row[active] = POISON
             wave.finish("vm", lambda: np.copyto(row, old, where=active))
         else:
             wave.finish("vm", lambda: None)

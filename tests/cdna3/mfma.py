@@ -1,7 +1,8 @@
 """Matrix instructions: D = A @ B + C over the whole wave, EXEC ignored.
 
-Layouts after AMD's "Matrix Instruction Calculator": lane = group * M + i holds K / groups consecutive k of row i of A (column i of B), where there are
-64 / M groups; register r, lane of C and D is row 4 * group + r % 4 + 4 * groups * (r // 4), column lane % M.
+Layouts after AMD's "Matrix Instruction Calculator". With 64 / M groups of lanes, lane = group * M + i holds K / groups
+consecutive k of row i of A (column i of B), and its register r of C and D is column lane % M of row
+4 * group + r % 4 + 4 * groups * (r // 4).
 Products are summed in fp64 and rounded once; hardware rounds in an order of its own.
 """
 
@@ -30,7 +31,9 @@ def build_mfma(instruction: Instruction) -> Callable[[Wave], None] | None:
         return None
     match = _NAME.fullmatch(instruction.mnemonic)
     if not match or instruction["cbsz"] or instruction["abid"] or instruction["blgp"]:
-        raise UnsupportedInstructionError(f"{instruction}: only plain single-block 16x16 and 32x32 MFMA have a meaning here")
+        raise UnsupportedInstructionError(
+            f"{instruction}: only plain single-block 16x16 and 32x32 MFMA have a meaning here"
+        )
     size, depth, kind = int(match[2][:2]), int(match[3]), match[4]
     if size * depth < _SINGLE_BLOCK_K.get(kind, 0):
         raise UnsupportedInstructionError(f"{instruction}: several blocks in one instruction")

@@ -11,7 +11,15 @@ from .decode import Instruction
 from .errors import UnsupportedInstructionError
 from .machine import EXEC, LANES, MASK32, VCC, Wave
 
-__all__ = ["DTYPES", "dpp_source_lanes", "raw_vector_source", "scalar_source", "sign_extend", "vector_destination", "vector_source"]
+__all__ = [
+    "DTYPES",
+    "dpp_source_lanes",
+    "raw_vector_source",
+    "scalar_source",
+    "sign_extend",
+    "vector_destination",
+    "vector_source",
+]
 
 DTYPES = {
     "b32": np.uint32, "u32": np.uint32, "i32": np.int32, "f32": np.float32,
@@ -19,7 +27,17 @@ DTYPES = {
     "b16": np.uint16, "u16": np.uint16, "i16": np.int16, "f16": np.float16,
 }  # fmt: skip
 _LITERAL, _SCC, _VCCZ, _EXECZ, _FIRST_VGPR = 255, 253, 251, 252, 256
-_INLINE_FLOATS = {240: 0.5, 241: -0.5, 242: 1.0, 243: -1.0, 244: 2.0, 245: -2.0, 246: 4.0, 247: -4.0, 248: 0.15915494309189532}
+_INLINE_FLOATS = {
+    240: 0.5,
+    241: -0.5,
+    242: 1.0,
+    243: -1.0,
+    244: 2.0,
+    245: -2.0,
+    246: 4.0,
+    247: -4.0,
+    248: 0.15915494309189532,
+}
 _FLOAT_BITS = {16: (np.float16, np.uint16), 32: (np.float32, np.uint32), 64: (np.float64, np.uint64)}
 _SDWA_WHOLE, _SDWA_PRESERVE, _SDWA_SIGN_EXTEND = 6, 2, 1
 
@@ -62,14 +80,18 @@ def scalar_source(instruction: Instruction, code: int, bits: int = 32) -> Callab
     return lambda wave: value
 
 
-def raw_vector_source(instruction: Instruction, code: int, bits: int, is_float: bool = False, offset: int = 0) -> Source:
+def raw_vector_source(
+    instruction: Instruction, code: int, bits: int, is_float: bool = False, offset: int = 0
+) -> Source:
     """Unsigned [64], or [1] where all lanes see one value; `offset` counts registers past `code`."""
     if code >= _FIRST_VGPR:
         register = code - _FIRST_VGPR + offset
         if bits == 64:
 
             def pair(wave: Wave) -> np.ndarray:
-                return wave.vector[register].astype(np.uint64) | wave.vector[register + 1].astype(np.uint64) << np.uint64(32)
+                return wave.vector[register].astype(np.uint64) | wave.vector[register + 1].astype(
+                    np.uint64
+                ) << np.uint64(32)
 
             return pair
         return lambda wave: wave.vector[register]

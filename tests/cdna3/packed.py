@@ -103,7 +103,8 @@ def _f32_element(instruction: Instruction, index: int, selector: int, negate: in
 
 def _packed_move(instruction: Instruction) -> Step:
     low, high = (
-        raw_vector_source(instruction, instruction[f"src{i}"], 32, offset=instruction["opsel"] >> i & 1) for i in range(2)
+        raw_vector_source(instruction, instruction[f"src{i}"], 32, offset=instruction["opsel"] >> i & 1)
+        for i in range(2)
     )
     register = instruction["vdst"]
 
@@ -162,14 +163,18 @@ def _mixed_fma(instruction: Instruction) -> Step:
             return
         half = result.astype(np.float16).view(np.uint16).astype(np.uint32)
         old = wave.vector[register]
-        merged = old & np.uint32(0xFFFF) | half << np.uint32(16) if "mixhi" in name else old & np.uint32(0xFFFF0000) | half
+        merged = (
+            old & np.uint32(0xFFFF) | half << np.uint32(16) if "mixhi" in name else old & np.uint32(0xFFFF0000) | half
+        )
         wave.write_vector(register, merged)
 
     return compute
 
 
 def _mixed_source(instruction: Instruction, index: int, is_half: int) -> Callable[[Wave], np.ndarray]:
-    source = _source_32(instruction, index) if is_half else raw_vector_source(instruction, instruction[f"src{index}"], 32)
+    source = (
+        _source_32(instruction, index) if is_half else raw_vector_source(instruction, instruction[f"src{index}"], 32)
+    )
     high, negate = instruction["opsel"] >> index & 1, instruction["neg"] >> index & 1
     absolute = instruction["neg_hi"] >> index & 1
 

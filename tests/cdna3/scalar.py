@@ -1,11 +1,11 @@
-"""Scalar instructions: SOP1, SOP2, SOPC, SOPK, SOPP and scalar loads. Meanings after AMD's CDNA3 ISA document, chapters 5 and 12."""
+"""Scalar instructions: SOP1, SOP2, SOPC, SOPK, SOPP and scalar loads, after AMD's CDNA3 ISA document."""
 
 import operator
 from collections.abc import Callable
 
 from .decode import Instruction
 from .errors import UnsupportedInstructionError
-from .machine import EXEC, M0, MASK32, MASK64, POISON, VCC, Wave
+from .machine import EXEC, M0, MASK32, MASK64, VCC, Wave
 from .operands import scalar_source, sign_extend
 
 __all__ = ["BARRIER", "END", "build_scalar"]
@@ -329,8 +329,6 @@ def _smem(instruction: Instruction) -> Step:
     def load(wave: Wave) -> None:
         address = wave.read64(base) + offset + (register(wave) if register else 0) & ~3
         values = wave.memory.dwords(address, count)
-        if wave.late:
-            wave.scalar[destination : destination + count] = [POISON] * count
 
         def commit() -> None:
             wave.scalar[destination : destination + count] = values

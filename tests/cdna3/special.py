@@ -1,4 +1,4 @@
-"""Vector instructions that read or write more than their own lane: masks, carries, divisions, lane moves, 8-bit floats."""
+"""Vector instructions that are no plain function of their own lane: masks, carries, divisions, lane moves, fp8."""
 
 from collections.abc import Callable
 
@@ -58,10 +58,8 @@ def _compare(instruction: Instruction) -> Step:
     else:
         function, kinds = _COMPARE[operator], (kind, kind)
     first, second = (vector_source(instruction, i, k) for i, k in enumerate(kinds))
-    if _is_vop3(instruction):
-        destination = instruction["vdst"]
-    else:
-        destination = instruction["sdst"] if instruction["sd"] else VCC
+    short_destination = instruction["sdst"] if instruction["sd"] else VCC
+    destination = instruction["vdst"] if _is_vop3(instruction) else short_destination
 
     def compare(wave: Wave) -> None:
         lanes = np.broadcast_to(function(first(wave), second(wave)), 64) & wave.active
@@ -122,7 +120,9 @@ def _add_with_carry(instruction: Instruction) -> Step:
 
 
 def _multiply_add_64(instruction: Instruction) -> Step:
-    kind, wide, carry_out = ("u32", "u64", instruction["sdst"]) if "u64" in instruction.mnemonic else ("i32", "i64", instruction["sdst"])
+    kind, wide, carry_out = (
+        ("u32", "u64", instruction["sdst"]) if "u64" in instruction.mnemonic else ("i32", "i64", instruction["sdst"])
+    )
     first, second, addend = (vector_source(instruction, i, k) for i, k in enumerate((kind, kind, wide)))
     write = vector_destination(instruction, wide)
     dtype = np.dtype(np.uint64 if wide == "u64" else np.int64)
@@ -163,7 +163,10 @@ def _div_scale(instruction: Instruction) -> Step:
     def scale(wave: Wave) -> None:
         value, denominator, numerator = (np.broadcast_to(s(wave), 64) for s in sources)
         wide_n, wide_d = numerator.astype(np.float64), denominator.astype(np.float64)
-        exponent_n, exponent_d = (v.view(np.uint32) >> np.uint32(23) & np.uint32(255) for v in map(np.ascontiguousarray, (numerator, denominator)))
+        exponent_n, exponent_d = (
+            v.view(np.uint32) >> np.uint32(23) & np.uint32(255)
+            for v in map(np.ascontiguousarray, (numerator, denominator))
+        )
         undefined = (numerator == 0) | (denominator == 0)
         far_apart = exponent_n.astype(int) - exponent_d >= 96
         quotient_subnormal = subnormal(wide_n / wide_d, tiny)
@@ -193,8 +196,8 @@ def _div_fmas(instruction: Instruction) -> Step:
 
     def multiply_add(wave: Wave) -> None:
         a, b, c = (s(wave).astype(np.float64) for s in sources)
-        # v_div_scale scaled one operand by 2^64; the addend, an estimate of the quotient, tells which (as RDNA3 documents
-        # it; the CDNA3 text says 2^32 for both).
+        # v_div_scale scaled one operand by 2^64; the addend, an estimate of the quotient, tells which. So documented for
+        # RDNA3; the CDNA3 text says 2^32 for both.
         unscale = np.where(np.abs(c) >= 2.0, 2.0**64, 2.0**-64)
         write(wave, ((a * b + c) * np.where(bits_to_lanes(wave.read64(VCC)), unscale, 1.0)).astype(np.float32))
 

@@ -17,9 +17,9 @@ from .program import Program
 __all__ = ["compile_triton", "launch_triton"]
 
 _POINTERS = {
-    torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.float8_e4m3fnuz: "*fp8e4b8", torch.float8_e5m2fnuz: "*fp8e5b16", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
-    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.float8_e4m3fnuz: "*fp8e4b8", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
+    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
 }  # fmt: skip
 _SCALARS = {"i32": "<i", "i64": "<q", "fp32": "<f"}
 _OPTIONS = ("num_warps", "num_stages", "matrix_instr_nonkdim", "waves_per_eu")
@@ -36,13 +36,14 @@ def launch_triton(
     late: bool = False,
     **constexprs: Any,
 ) -> Program:
-    """Compile a `triton.jit` function for `arch` and run it; returns the program, whose `executed` names its instructions.
+    """Compile a `triton.jit` function for `arch`, run it, and return the program; its `executed` names what it did.
 
     Args:
         grid: one to three workgroup counts.
         args: CPU tensors, ints and floats, in the order of the kernel's run-time parameters.
         order, late: as in `launch`.
-        constexprs: the kernel's constexpr parameters, and Triton's num_warps, num_stages, matrix_instr_nonkdim, waves_per_eu.
+        constexprs: the kernel's constexpr parameters, and Triton's num_warps, num_stages, matrix_instr_nonkdim and
+            waves_per_eu.
     """
     options = {name: constexprs.pop(name) for name in _OPTIONS if name in constexprs}
     names = [name for name in kernel.arg_names if name not in constexprs]
@@ -59,22 +60,39 @@ def launch_triton(
     block = (64 * compiled.metadata.num_warps, 1, 1)
     grid = (*grid, 1, 1)[:3]
     lds = max(0, compiled.metadata.shared - entry.lds_bytes)
-    launch(program, entry.name, grid, block, _kernarg(entry, list(values.values())), memory, dynamic_lds=lds, order=order, late=late)
+    launch(
+        program,
+        entry.name,
+        grid,
+        block,
+        _kernarg(entry, list(values.values())),
+        memory,
+        dynamic_lds=lds,
+        order=order,
+        late=late,
+    )
     return program
 
 
-def compile_triton(kernel: Any, values: dict[str, Any], constexprs: dict[str, Any], options: dict[str, Any], arch: str) -> CompiledKernel:
-    """The compiled kernel for arguments of these types, specialised on 16-byte alignment and divisibility as a launch would."""
+def compile_triton(
+    kernel: Any, values: dict[str, Any], constexprs: dict[str, Any], options: dict[str, Any], arch: str
+) -> CompiledKernel:
+    """The compiled kernel for arguments of these types, specialised on divisibility by 16 as a launch would be."""
     signature = {name: "constexpr" if name in constexprs else _type_name(values[name]) for name in kernel.arg_names}
     divisible = tuple(i for i, name in enumerate(kernel.arg_names) if name in values and _is_divisible(values[name]))
-    return _compile(kernel, tuple(signature.items()), tuple(constexprs.items()), tuple(options.items()), divisible, arch)
+    return _compile(
+        kernel, tuple(signature.items()), tuple(constexprs.items()), tuple(options.items()), divisible, arch
+    )
 
 
 @cache
 def _compile(kernel, signature, constexprs, options, divisible, arch) -> CompiledKernel:
     attributes = {(index,): [["tt.divisibility", _ALIGNMENT]] for index in divisible}
     source = ASTSource(fn=kernel, signature=dict(signature), constexprs=dict(constexprs), attrs=attributes)
-    return triton.compile(source, target=GPUTarget("hip", arch, 64), options=dict(options))
+    # Given, because Triton 3.9 warns where it is left to the default.
+    return triton.compile(
+        source, target=GPUTarget("hip", arch, 64), options={"enable_fp_fusion": True, **dict(options)}
+    )
 
 
 def _type_name(value: Any) -> str:
@@ -93,7 +111,7 @@ def _is_divisible(value: Any) -> bool:
 
 
 def _kernarg(entry, values: list[Any]) -> bytes:
-    """The argument segment, at the offsets in the code object's metadata; what Triton adds behind the arguments stays zero."""
+    """The argument segment by the code object's metadata; what Triton adds behind the arguments stays zero."""
     segment = bytearray(entry.kernarg_bytes)
     for argument, value in zip(entry.arguments, values, strict=False):
         if isinstance(value, torch.Tensor):

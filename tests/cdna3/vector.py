@@ -1,7 +1,8 @@
 """Vector ALU without lane crossing: one table from mnemonic to operand types and NumPy function.
 
-A signature "f32 <- f32 i32" names the type of the result and of each source; "+dst" adds the old destination as the last source.
-Transcendental functions are rounded correctly here; hardware is within about one unit in the last place. Denormals are kept.
+A signature "f32 <- f32 i32" names the type of the result and of each source; "+dst" adds the old destination as the
+last source. Transcendental functions are rounded correctly here; hardware is within about one unit in the last place.
+Denormals are kept.
 """
 
 from collections.abc import Callable
@@ -136,15 +137,25 @@ def _count_below(low_half: bool) -> Callable[..., np.ndarray]:
 
 
 def _div_fixup(quotient: np.ndarray, denominator: np.ndarray, numerator: np.ndarray) -> np.ndarray:
-    """The last step of a division: special values, and the sign of the true quotient."""
+    """The last step of a division: special values, and the sign of the true quotient.
+
+    The text names underflow only, but a quotient past the largest number comes here as NaN and must leave as infinity.
+    """
+    exponents = [
+        v.view(u32) >> u32(23) & u32(255) for v in (np.ascontiguousarray(numerator), np.ascontiguousarray(denominator))
+    ]
+    distance = exponents[0].astype(i32) - exponents[1].astype(i32)
+    quotient, denominator, numerator, distance = np.broadcast_arrays(quotient, denominator, numerator, distance)
     magnitude = np.select(
         [
             np.isnan(denominator) | np.isnan(numerator),
             (numerator == 0) & (denominator == 0) | np.isinf(numerator) & np.isinf(denominator),
             (denominator == 0) | np.isinf(numerator),
             (numerator == 0) | np.isinf(denominator),
+            distance < -150,
+            distance > 128,
         ],
-        [f32(np.nan), f32(np.nan), f32(np.inf), f32(0)],
+        [f32(np.nan), f32(np.nan), f32(np.inf), f32(0), f32(0), f32(np.inf)],
         np.abs(quotient),
     )
     return np.where(np.signbit(denominator) ^ np.signbit(numerator), -magnitude, magnitude).astype(f32)
@@ -226,7 +237,9 @@ ALU: dict[str, Operation] = {
     "v_pack_b32_f16": _op("b32 <- b16 b16", _pack),
 }
 for _byte in range(4):
-    ALU[f"v_cvt_f32_ubyte{_byte}"] = _op("f32 <- u32", lambda a, shift=u32(8 * _byte): (a >> shift & u32(255)).astype(f32))
+    ALU[f"v_cvt_f32_ubyte{_byte}"] = _op(
+        "f32 <- u32", lambda a, shift=u32(8 * _byte): (a >> shift & u32(255)).astype(f32)
+    )
 for _kind in ("f16", "f32"):
     ALU |= {
         f"v_add_{_kind}": _op(f"{_kind} <- {_kind} {_kind}", np.add),
@@ -239,7 +252,11 @@ for _kind in ("f16", "f32"):
         f"v_trunc_{_kind}": _op(f"{_kind} <- {_kind}", np.trunc),
         f"v_rndne_{_kind}": _op(f"{_kind} <- {_kind}", np.rint),
     }
-for _kind, _max, _min in (("f16", np.fmax, np.fmin), ("f32", np.fmax, np.fmin), *((k, np.maximum, np.minimum) for k in ("u16", "i16", "u32", "i32"))):
+for _kind, _max, _min in (
+    ("f16", np.fmax, np.fmin),
+    ("f32", np.fmax, np.fmin),
+    *((k, np.maximum, np.minimum) for k in ("u16", "i16", "u32", "i32")),
+):
     _two, _three = f"{_kind} <- {_kind} {_kind}", f"{_kind} <- {_kind} {_kind} {_kind}"
     ALU |= {
         f"v_max_{_kind}": _op(_two, _max),
@@ -273,7 +290,9 @@ def build_alu(instruction: Instruction) -> Callable[[Wave], None] | None:
     if operation.reads_destination:
         register = instruction["vdst"]
         half = operation.result == "f16"
-        sources.append(lambda wave: (wave.vector[register].astype(np.uint16) if half else wave.vector[register]).view(dtype))
+        sources.append(
+            lambda wave: (wave.vector[register].astype(np.uint16) if half else wave.vector[register]).view(dtype)
+        )
     if len(sources) == 1:
         (only,) = sources
         return lambda wave: write(wave, function(only(wave)))

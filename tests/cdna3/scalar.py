@@ -323,8 +323,11 @@ def _smem(instruction: Instruction) -> Step:
         raise _unsupported(instruction)
     count = int(name.removeprefix("s_load_dword").removeprefix("x") or 1)
     base, destination = 2 * instruction["sbase"], instruction["sdata"]
-    offset = sign_extend(instruction["offset"], 21) if instruction["imm"] or not instruction["soffset_en"] else 0
-    register = scalar_source(instruction, instruction["soffset"]) if instruction["soffset_en"] else None
+    offset = sign_extend(instruction["offset"], 21) if instruction["imm"] else 0
+    # Without either flag the offset field is itself the number of a scalar register.
+    register_code = instruction["soffset"] if instruction["soffset_en"] else instruction["offset"] & 127
+    has_register = instruction["soffset_en"] or not instruction["imm"]
+    register = scalar_source(instruction, register_code) if has_register else None
 
     def load(wave: Wave) -> None:
         address = wave.read64(base) + offset + (register(wave) if register else 0) & ~3

@@ -196,7 +196,7 @@ def _div_fmas(instruction: Instruction) -> Step:
 
     def multiply_add(wave: Wave) -> None:
         a, b, c = (s(wave).astype(np.float64) for s in sources)
-        # v_div_scale scaled one operand by 2^64; the addend, an estimate of the quotient, tells which. So documented for
+        # v_div_scale scaled one operand by 2^64; the addend, a guess of the quotient, tells which. So documented for
         # RDNA3; the CDNA3 text says 2^32 for both.
         unscale = np.where(np.abs(c) >= 2.0, 2.0**64, 2.0**-64)
         write(wave, ((a * b + c) * np.where(bits_to_lanes(wave.read64(VCC)), unscale, 1.0)).astype(np.float32))

@@ -238,7 +238,7 @@ ALU: dict[str, Operation] = {
 }
 for _byte in range(4):
     ALU[f"v_cvt_f32_ubyte{_byte}"] = _op(
-        "f32 <- u32", lambda a, shift=u32(8 * _byte): (a >> shift & u32(255)).astype(f32)
+        "f32 <- u32", lambda a, byte=_byte: (a >> u32(8 * byte) & u32(255)).astype(f32)
     )
 for _kind in ("f16", "f32"):
     ALU |= {

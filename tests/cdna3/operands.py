@@ -201,7 +201,7 @@ def vector_destination(instruction: Instruction, kind: str) -> Callable[[Wave, n
     write = _plain_destination(instruction, register, bits)
     scale = {1: 2.0, 2: 4.0, 3: 0.5}.get(instruction["omod"])
     if (scale or instruction["clmp"]) and kind[0] != "f":
-        raise UnsupportedInstructionError(f"{instruction}: output modifier on an integer result")
+        raise UnsupportedInstructionError(f"{instruction}: omod or clamp on an integer result")
     if not scale and not instruction["clmp"]:
         return write
     dtype = DTYPES[kind]

@@ -1,6 +1,7 @@
 """Vector instructions that are no plain function of their own lane: masks, carries, divisions, lane moves, fp8."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -292,7 +293,7 @@ def _encode_fp8_pair(instruction: Instruction) -> Step:
 def _bit_operation(instruction: Instruction) -> Step:
     """v_bitop3_b32: any function of three bits; its truth table is spread over the modifier fields (gfx950)."""
     table = instruction["omod"] << 6 | instruction["abs"] << 3 | instruction["neg"]
-    plain = Instruction(**{**vars(instruction), "fields": {**instruction.fields, "omod": 0, "abs": 0, "neg": 0}})
+    plain = replace(instruction, fields={**instruction.fields, "omod": 0, "abs": 0, "neg": 0})
     sources = [vector_source(plain, i, "b32") for i in range(3)]
     write = vector_destination(plain, "b32")
 

@@ -6,12 +6,13 @@ Denormals are kept.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from . import floats
 from .decode import Instruction
+from .errors import UnsupportedInstructionError
 from .machine import LANES, MASK32, Wave
 from .operands import DTYPES, vector_destination, vector_source
 
@@ -284,6 +285,8 @@ def build_alu(instruction: Instruction) -> Callable[[Wave], None] | None:
     operation = ALU.get(instruction.mnemonic)
     if operation is None:
         return None
+    if operation.result[0] != "f" and instruction["clmp"]:
+        return _build_saturating(instruction, operation)
     write = vector_destination(instruction, operation.result)
     sources = [vector_source(instruction, index, kind) for index, kind in enumerate(operation.sources)]
     function, dtype = operation.function, DTYPES[operation.result]
@@ -300,3 +303,18 @@ def build_alu(instruction: Instruction) -> Callable[[Wave], None] | None:
         first, second = sources
         return lambda wave: write(wave, function(first(wave), second(wave)))
     return lambda wave: write(wave, function(*[source(wave) for source in sources]))
+
+
+def _build_saturating(instruction: Instruction, operation: Operation) -> Callable[[Wave], None]:
+    """An integer addition or subtraction with clamp: the exact result, cut to the range of its type."""
+    if not instruction.mnemonic.startswith(("v_add_", "v_sub_", "v_subrev_")):
+        raise UnsupportedInstructionError(f"{instruction}: clamp")
+    plain = replace(instruction, fields={**instruction.fields, "clmp": 0})
+    first, second = (vector_source(plain, index, kind) for index, kind in enumerate(operation.sources))
+    write, limits = vector_destination(plain, operation.result), np.iinfo(DTYPES[operation.result])
+
+    def saturate(wave: Wave) -> None:
+        exact = operation.function(first(wave).astype(i64), second(wave).astype(i64))
+        write(wave, np.clip(exact, limits.min, limits.max).astype(limits.dtype))
+
+    return saturate

@@ -183,7 +183,7 @@ def test_up_to_three_blocks_a_split_wait_for_every_load(heads, query_len, load_p
     run_and_check(Step.random([48], heads, query_len, 1), load_program, late=True)
 
 
-# block are read before any wait guarantees that they arrived. On hardware that load is about one block's work old.
+# Before their main loop m16x4 and subQ128 wait with vmcnt(19) where it takes 18: the page indices of a split's fourth
 # block are read before any wait guarantees that they arrived. On hardware the load is about one block's work old then.
 SHORT_WAITS = {
     "mla_dec_stage1_bf16_a16w16_subQ128_mqa128.co": 0x2860,

@@ -42,7 +42,7 @@ _PACKED_16 = {
     "v_pk_lshrrev_b16": ("u16", 2, lambda a, b: b >> (a & np.uint16(15))),
     "v_pk_ashrrev_i16": ("i16", 2, lambda a, b: b >> (a & np.int16(15))),
 }
-_MIXED = ("v_mad_mix_f32", "v_fma_mix_f32", "v_mad_mixlo_f16", "v_fma_mixlo_f16", "v_mad_mixhi_f16", "v_fma_mixhi_f16")
+_MIXED = ("v_mad_mix_f32", "v_mad_mixlo_f16", "v_mad_mixhi_f16")  # the decoder's names of v_fma_mix*
 
 
 def build_packed(instruction: Instruction) -> Step | None:
@@ -150,7 +150,7 @@ def _packed_16(instruction: Instruction) -> Step:
 
 
 def _mixed_fma(instruction: Instruction) -> Step:
-    """v_fma_mix*: opsel_hi says that a source is fp16, opsel which half of it; neg_hi takes the absolute value."""
+    """opsel_hi says that a source is fp16, opsel which half of it; neg_hi takes the absolute value."""
     _refuse_clamp(instruction)
     is_half = _high_selectors(instruction)
     sources = [_mixed_source(instruction, i, is_half >> i & 1) for i in range(3)]

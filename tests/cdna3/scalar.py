@@ -29,7 +29,7 @@ _LOGIC = {
 }
 # s_<op>_saveexec_b64: from the source and EXEC to the new EXEC.
 _SAVE_EXEC = _LOGIC | {"andn1": lambda a, b: ~a & b, "orn1": lambda a, b: ~a | b}
-_IGNORED = ("s_nop", "s_setprio", "s_sleep", "s_icache_inv", "s_sethalt", "s_inst_prefetch", "s_ttracedata", "s_wakeup")
+_IGNORED = ("s_nop", "s_setprio", "s_sleep", "s_icache_inv")
 _BRANCH = {
     "s_branch": lambda wave: True,
     "s_cbranch_scc0": lambda wave: not wave.scc,

@@ -25,6 +25,11 @@ def bit_field(value: int, spec: int) -> int:
     return value >> (spec & 31) & (1 << (spec >> 16 & 127)) - 1
 
 
+def signed_bit_field(value: int, spec: int) -> int:
+    width = spec >> 16 & 127
+    return signed(bit_field(value, spec), width) if width else 0
+
+
 # instruction; result; SCC afterwards (None: kept)
 BINARY_32 = [
     ("s_add_u32", lambda a, b: a + b, lambda a, b: a + b > M32),
@@ -43,19 +48,31 @@ BINARY_32 = [
     ("s_lshl_b32", lambda a, b: a << (b & 31), lambda a, b: a << (b & 31) & M32 != 0),
     ("s_lshr_b32", lambda a, b: a >> (b & 31), lambda a, b: a >> (b & 31) != 0),
     ("s_ashr_i32", lambda a, b: signed(a) >> (b & 31), lambda a, b: signed(a) >> (b & 31) != 0),
-    ("s_lshl2_add_u32", lambda a, b: (a << 2) + b, lambda a, b: (a << 2) + b > M32),
+    ("s_absdiff_i32", lambda a, b: abs(signed(a) - signed(b)), lambda a, b: a != b),
     ("s_and_b32", lambda a, b: a & b, lambda a, b: a & b != 0),
     ("s_or_b32", lambda a, b: a | b, lambda a, b: a | b != 0),
     ("s_xor_b32", lambda a, b: a ^ b, lambda a, b: a ^ b != 0),
     ("s_andn2_b32", lambda a, b: a & ~b, lambda a, b: a & ~b & M32 != 0),
     ("s_xnor_b32", lambda a, b: ~(a ^ b), lambda a, b: ~(a ^ b) & M32 != 0),
     ("s_bfm_b32", lambda a, b: (1 << (a & 31)) - 1 << (b & 31), None),
+    ("s_nand_b32", lambda a, b: ~(a & b), lambda a, b: a & b != M32),
+    ("s_nor_b32", lambda a, b: ~(a | b), lambda a, b: (a | b) != M32),
+    ("s_orn2_b32", lambda a, b: a | ~b, lambda a, b: (a | ~b) & M32 != 0),
     ("s_bfe_u32", bit_field, lambda a, b: bit_field(a, b) & M32 != 0),
+    ("s_bfe_i32", signed_bit_field, lambda a, b: signed_bit_field(a, b) & M32 != 0),
     ("s_pack_ll_b32_b16", lambda a, b: a & 0xFFFF | b << 16, None),
     ("s_pack_lh_b32_b16", lambda a, b: a & 0xFFFF | b >> 16 << 16, None),
     ("s_pack_hh_b32_b16", lambda a, b: a >> 16 | b >> 16 << 16, None),
     ("s_cselect_b32", lambda a, b: a, None),
 ]
+for SHIFT in (1, 2, 3, 4):
+    BINARY_32.append(
+        (
+            f"s_lshl{SHIFT}_add_u32",
+            lambda a, b, shift=SHIFT: (a << shift) + b,
+            lambda a, b, shift=SHIFT: (a << shift) + b > M32,
+        )
+    )
 
 
 @pytest.mark.parametrize(("name", "value", "scc"), BINARY_32, ids=[case[0] for case in BINARY_32])

@@ -90,6 +90,20 @@ def test_carry_chain_adds_and_subtracts_64_bits(rng):
     assert wave.read64(2) == lanes_to_bits(a < b)
 
 
+def test_reversed_subtractions_with_borrow(rng):
+    a, b = samples("u64", rng), samples("u64", rng)
+    text = "v_subrev_co_u32 v4, vcc, v0, v2\nv_subbrev_co_u32 v5, vcc, v1, v3, vcc"
+    wave = run_wave(text, {"v[0:1]": a, "v[2:3]": b})
+    assert_same(result(wave, 4, "u64"), b - a)
+    assert wave.read64(VCC) == lanes_to_bits(b < a)
+
+
+def test_mad_i64_i32(rng):
+    a, b, c = samples("i32", rng), samples("i32", rng), samples("i64", rng)
+    wave = run_wave("v_mad_i64_i32 v[4:5], vcc, v0, v1, v[2:3]", {"v0": a, "v1": b, "v[2:3]": c})
+    assert_same(result(wave, 4, "i64"), a.astype(np.int64) * b + c)
+
+
 def test_mad_u64_u32(rng):
     a, b, c = samples("u32", rng), samples("u32", rng), samples("u64", rng)
     wave = run_wave("v_mad_u64_u32 v[4:5], vcc, v0, v1, v[2:3]", {"v0": a, "v1": b, "v[2:3]": c})

@@ -219,7 +219,6 @@ ALU: dict[str, Operation] = {
     "v_ldexp_f32": _op("f32 <- f32 i32", np.ldexp),
     "v_div_fixup_f32": _op("f32 <- f32 f32 f32", _div_fixup),
     "v_fmac_f32": _op("f32 <- f32 f32 +dst", _fma),
-    "v_fmac_f16": _op("f16 <- f16 f16 +dst", _fma),
     # Conversions
     "v_cvt_f32_u32": _op("f32 <- u32", lambda a: a.astype(f32)),
     "v_cvt_f32_i32": _op("f32 <- i32", lambda a: a.astype(f32)),
@@ -266,12 +265,11 @@ for _kind, _max, _min in (
         f"v_min3_{_kind}": _op(_three, lambda a, b, c, pick=_min: pick(pick(a, b), c)),
         f"v_med3_{_kind}": _op(_three, _median),
     }
+for _kind in ("u16", "u32"):
+    ALU[f"v_subrev_{_kind}"] = _op(f"{_kind} <- {_kind} {_kind}", _swapped(np.subtract))
 for _kind in ("u16", "u32", "i32"):
-    ALU |= {
-        f"v_add_{_kind}": _op(f"{_kind} <- {_kind} {_kind}", np.add),
-        f"v_sub_{_kind}": _op(f"{_kind} <- {_kind} {_kind}", np.subtract),
-        f"v_subrev_{_kind}": _op(f"{_kind} <- {_kind} {_kind}", _swapped(np.subtract)),
-    }
+    ALU[f"v_add_{_kind}"] = _op(f"{_kind} <- {_kind} {_kind}", np.add)
+    ALU[f"v_sub_{_kind}"] = _op(f"{_kind} <- {_kind} {_kind}", np.subtract)
 ALU |= {
     "v_mul_lo_u16": _op("u16 <- u16 u16", np.multiply),
     "v_lshlrev_b16": _op("b16 <- u16 b16", lambda a, b: b << _shift_count(a, 16)),
@@ -292,10 +290,7 @@ def build_alu(instruction: Instruction) -> Callable[[Wave], None] | None:
     function, dtype = operation.function, DTYPES[operation.result]
     if operation.reads_destination:
         register = instruction["vdst"]
-        half = operation.result == "f16"
-        sources.append(
-            lambda wave: (wave.vector[register].astype(np.uint16) if half else wave.vector[register]).view(dtype)
-        )
+        sources.append(lambda wave: wave.vector[register].view(dtype))
     if len(sources) == 1:
         (only,) = sources
         return lambda wave: write(wave, function(only(wave)))

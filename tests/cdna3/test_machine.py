@@ -48,10 +48,11 @@ def test_waves_meet_at_barriers_in_every_order(order, late):
 
 def test_metadata_gives_the_argument_layout():
     tensors = {"source": torch.zeros(64, dtype=torch.int32), "out": torch.zeros(64, dtype=torch.int32)}
-    compiled = compile_triton(reverse, tensors, {"BLOCK": 64}, {"num_warps": 1}, "gfx942")
+    compiled, constants = compile_triton(reverse, tensors | {"BLOCK": 64}, {"num_warps": 1}, "gfx942")
     code = CodeObject(compiled.asm["hsaco"])
     kernel = code.kernels["reverse"]
     assert code.arch == "gfx942"
+    assert constants == {"BLOCK": 64}
     assert [(a.kind, a.offset, a.size) for a in kernel.arguments[:2]] == [
         ("global_buffer", 0, 8),
         ("global_buffer", 8, 8),
@@ -120,6 +121,19 @@ def test_scalar_arguments_are_packed_by_type():
     assert out.tolist() == [(1 << 40) - 7, 10]
 
 
+def test_none_one_and_keywords_are_specialised_as_at_a_launch():
+    @triton.jit
+    def scaled(out, scale, count, other, BLOCK: tl.constexpr = 64):
+        factor = 2 if scale is None else tl.load(scale)
+        tl.store(out + tl.arange(0, BLOCK), factor * count + other)
+
+    out = torch.zeros(64, dtype=torch.int32)
+    launch_triton(scaled, (1,), out, None, other=5, count=1, num_warps=1)
+    assert (out == 7).all()
+    launch_triton(scaled, (1,), out, torch.tensor([9], dtype=torch.int32), 16, 5)
+    assert (out == 149).all()
+
+
 def test_missing_arguments_are_named():
-    with pytest.raises(TypeError, match=r"add_one takes the run-time arguments \['source', 'out'\], got 1"):
+    with pytest.raises(TypeError, match="add_one is missing the arguments out"):
         launch_triton(add_one, (1,), torch.zeros(64), BLOCK=64)

@@ -1,6 +1,8 @@
 """AITER's own gfx942 kernels, read out of its wheel on PyPI; nothing of it is installed or imported."""
 
+import ast
 import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import zipfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import pytest
@@ -67,3 +70,19 @@ def load_program(aiter_wheel: Path) -> Callable[[str], Program]:
             return Program(CodeObject(archive.read(_KERNELS + name)))
 
     return load
+
+
+@pytest.fixture(scope="session")
+def stage2_kernel(aiter_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """AITER's Triton merge of the splits, cut out of its mla.py, which imports nowhere without ROCm."""
+    name = "_fwd_kernel_stage2_asm"
+    with zipfile.ZipFile(aiter_wheel) as archive:
+        source = archive.read("aiter/mla.py").decode()
+    function = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)
+    path = tmp_path_factory.mktemp("stage2") / "stage2.py"
+    text = ast.get_source_segment(source, function)
+    path.write_text(f"import triton\nimport triton.language as tl\n\n\n@triton.jit\n{text}\n")
+    specification = importlib.util.spec_from_file_location("aiter_stage2", path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return getattr(module, name)

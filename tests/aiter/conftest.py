@@ -40,18 +40,8 @@ def _download() -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with FileLock(directory / ".lock"):
         if not (directory / _FILE).exists():
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--no-deps",
-                "--quiet",
-                "--dest",
-                str(directory),
-                _REQUIREMENT,
-            ]
-            done = subprocess.run(command, capture_output=True, text=True)
+            pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", directory)
+            done = subprocess.run([*pip, _REQUIREMENT], capture_output=True, text=True)
             if done.returncode:
                 reason = (done.stderr.strip() or "no message").splitlines()[-1]
                 pytest.skip(

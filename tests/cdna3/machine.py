@@ -148,8 +148,8 @@ class Wave:
 
     `vector` is uint32 [512, 64]: VGPRs, then AGPRs. `lds` is uint8 [bytes], shared by the waves of a workgroup;
     `scratch` is uint32 [dwords, 64].
-    With `late`, a load or an LDS operation completes only at the s_waitcnt that must wait for it, as in a memory as slow
-    as the ISA allows; until then registers and LDS keep their old contents.
+    With `late`, a load or an LDS operation completes only at the s_waitcnt that must wait for it, as slowly as the ISA
+    allows; until then registers and LDS keep their old contents.
     """
 
     def __init__(self, memory: Memory, lds: np.ndarray, scratch_bytes: int = 0, late: bool = False):

@@ -1,0 +1,146 @@
+"""Split-KV decode whose split plan is made on the device. Kernels in :mod:`.decode_kernels`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mla_ops.backends.triton.configs import DecodeConfig, decode_config
+from mla_ops.backends.triton.decode_kernels import decode_kernel, merge_kernel
+from mla_ops.backends.triton.launch import Launch, arch_of, compute_units, is_power_of_two, refuse
+from mla_ops.validation import output_dtype
+
+__all__ = ["decode_launches", "mla_decode"]
+
+# Requests whose lengths a program reads at a time, and parts whose log-sum-exps the merge does.
+_CHUNK = 256
+_LOG2_E = math.log2(math.e)
+
+
+def mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_lens: Tensor,
+    backend_state: Sequence[Tensor],
+    max_seqlen_q: int,
+    num_kv_splits: int,
+    softmax_scale: float,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    kv_lora_rank: int,
+) -> tuple[Tensor, Tensor]:
+    """Paged attention over latent rows, K and V in one. See :func:`mla_ops.mla_decode`.
+
+    ``backend_state`` is not looked at: the plan is made in the step. ``num_kv_splits`` is the mean number of shares
+    of a request; 0 gives each multiprocessor an equal share of the batch.
+
+    Raises:
+        BackendUnavailableError: float64, or a width that is no power of two.
+    """
+    _require_supported(q, kv_lora_rank)
+    arch = arch_of(q)
+    config = decode_config(arch, max_seqlen_q * q.shape[1], output_dtype(q), kv_cache.dtype)
+    out = q.new_empty(q.shape[0], q.shape[1], kv_lora_rank, dtype=output_dtype(q))
+    lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
+    for launch in decode_launches(
+        q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q, num_kv_splits,
+        softmax_scale, q_scale, kv_scale, out, lse, config, compute_units(q),
+    ):  # fmt: skip
+        launch.run()
+    return out, lse
+
+
+def decode_launches(
+    q: Tensor,
+    kv_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_lens: Tensor,
+    max_seqlen_q: int,
+    num_kv_splits: int,
+    softmax_scale: float,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    config: DecodeConfig,
+    units: int,
+) -> tuple[Launch, Launch]:
+    """The two launches of a decode into ``out`` [T, H, R] and ``lse`` [T, H] by ``config`` on ``units`` units."""
+    num_tokens, num_heads, rank = out.shape
+    num_requests = kv_last_page_lens.shape[0]
+    rows = max_seqlen_q * num_heads
+    tiles = -(-rows // config.block_m)
+    if num_kv_splits:
+        programs = num_kv_splits * num_requests
+    else:
+        programs = max(1, units * config.programs_per_unit // tiles)
+    part_out = q.new_empty(tiles, programs, 2, config.block_m, rank, dtype=torch.float32)
+    part_lse = q.new_empty(tiles, programs, 2, config.block_m, dtype=torch.float32)
+    spans = q.new_empty(tiles, num_requests, 2, dtype=torch.int32)
+    plan = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_last_page_lens": kv_last_page_lens}
+    results = {"out": out, "lse": lse, "part_out": part_out, "part_lse": part_lse, "spans": spans}
+    sizes = {"num_requests": num_requests, "num_heads": num_heads, "max_seqlen_q": max_seqlen_q}
+    shape = {"R": rank, "PAGE_SIZE": kv_cache.shape[1], "BLOCK_M": config.block_m, "CHUNK": _CHUNK}
+    decode = Launch(
+        decode_kernel,
+        (tiles, programs),
+        {
+            "q": q,
+            "kv_cache": kv_cache,
+            **plan,
+            "kv_indices": kv_indices,
+            "q_scale": q_scale,
+            "kv_scale": kv_scale,
+            **results,
+            "softmax_scale_log2": softmax_scale * _LOG2_E,
+            **sizes,
+            "stride_token": q.stride(0),
+            "stride_head": q.stride(1),
+            "stride_page": kv_cache.stride(0),
+            "stride_row": kv_cache.stride(1),
+            **shape,
+            "P": q.shape[2] - rank,
+            "BLOCK_N": config.block_n,
+            "PRECISION": "ieee",
+        },
+        {"num_warps": config.num_warps, "num_stages": config.num_stages, **config.extra},
+    )
+    # Few requests have many parts each and need them loaded side by side; many requests have two or three.
+    few = num_requests * 8 <= programs
+    group, parts, columns = (1, 16, min(rank, 256)) if few else (8, 2, rank)
+    merge = Launch(
+        merge_kernel,
+        (-(-rows // group), num_requests, rank // columns),
+        {
+            **plan,
+            **results,
+            "programs": programs,
+            "num_tokens": num_tokens,
+            **sizes,
+            **shape,
+            "ROWS": group,
+            "PARTS": parts,
+            "COLUMNS": columns,
+        },
+        {"num_warps": 4},
+    )
+    return decode, merge
+
+
+def _require_supported(q: Tensor, rank: int) -> None:
+    if q.dtype == torch.float64:
+        raise refuse("the kernels accumulate in float32 and q is float64")
+    rope = q.shape[2] - rank
+    if not is_power_of_two(rank, 16) or (rope and not is_power_of_two(rope, 16)):
+        raise refuse(
+            f"kv_lora_rank and qk_rope_head_dim must be powers of two and at least 16 (the latter may be 0), "
+            f"got {rank} and {rope}"
+        )

@@ -25,6 +25,7 @@ class DecodeConfig:
         num_warps: warps of a program.
         num_stages: software pipeline depth.
         programs_per_unit: programs for each multiprocessor or compute unit, over all tiles.
+        hopper: the kernel of :mod:`.decode_hopper`.
         extra: further compile options of the target.
     """
 
@@ -33,6 +34,7 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     programs_per_unit: int = 1
+    hopper: bool = False
     extra: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -56,14 +58,14 @@ DECODE: Mapping[tuple[str, int, str], DecodeConfig] = MappingProxyType(
     {
         ("sm_90", 16, "half"): DecodeConfig(16, 64, 4, 2),
         ("sm_90", 32, "half"): DecodeConfig(32, 64, 4, 2),
-        ("sm_90", 64, "half"): DecodeConfig(64, 64, 8, 2),
+        ("sm_90", 64, "half"): DecodeConfig(64, 64, 8, 1, hopper=True),
         ("sm_90", 16, "fp8"): DecodeConfig(16, 64, 4, 2),
         ("sm_90", 32, "fp8"): DecodeConfig(32, 64, 4, 2),
         ("sm_90", 64, "fp8"): DecodeConfig(64, 64, 8, 2),
-        ("gfx942", 16, "half"): DecodeConfig(16, 32, 4, 1, 2, _GFX942),
-        ("gfx942", 16, "fp8"): DecodeConfig(16, 32, 4, 1, 2, _GFX942),
-        ("gfx950", 16, "half"): DecodeConfig(16, 32, 4, 1, 2, _GFX950),
-        ("gfx950", 16, "fp8"): DecodeConfig(16, 32, 4, 1, 2, _GFX950),
+        ("gfx942", 16, "half"): DecodeConfig(16, 32, 4, 1, 2, extra=_GFX942),
+        ("gfx942", 16, "fp8"): DecodeConfig(16, 32, 4, 1, 2, extra=_GFX942),
+        ("gfx950", 16, "half"): DecodeConfig(16, 32, 4, 1, 2, extra=_GFX950),
+        ("gfx950", 16, "fp8"): DecodeConfig(16, 32, 4, 1, 2, extra=_GFX950),
         ("*", 16, "half"): DecodeConfig(16, 32, 4, 1, 2),
         ("*", 16, "fp8"): DecodeConfig(16, 32, 4, 1, 2),
         ("*", 16, "float"): DecodeConfig(16, 16, 4, 1, 2),

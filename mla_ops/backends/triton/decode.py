@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_ops.backends.triton.configs import DecodeConfig, decode_config
+from mla_ops.backends.triton.decode_hopper import decode_hopper_kernel
 from mla_ops.backends.triton.decode_kernels import decode_kernel, merge_kernel
 from mla_ops.backends.triton.launch import Launch, arch_of, compute_units, is_power_of_two, refuse
 from mla_ops.validation import output_dtype
@@ -90,7 +91,7 @@ def decode_launches(
     sizes = {"num_requests": num_requests, "num_heads": num_heads, "max_seqlen_q": max_seqlen_q}
     shape = {"R": rank, "PAGE_SIZE": kv_cache.shape[1], "BLOCK_M": config.block_m, "CHUNK": _CHUNK}
     decode = Launch(
-        decode_kernel,
+        decode_hopper_kernel if config.hopper else decode_kernel,
         (tiles, programs),
         {
             "q": q,

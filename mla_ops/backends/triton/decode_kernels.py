@@ -180,11 +180,7 @@ def decode_kernel(
         l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, R], tl.float32)
         m, l, acc = _attend(
-            q_c, q_r, m, l, acc, kv_cache, table, low, middle, keys, visible, qk_scale, stride_page, stride_row,
-            R, P, PAGE_SIZE, BLOCK_N, False, PRECISION,
-        )  # fmt: skip
-        m, l, acc = _attend(
-            q_c, q_r, m, l, acc, kv_cache, table, middle, high, keys, visible, qk_scale, stride_page, stride_row,
+            q_c, q_r, m, l, acc, kv_cache, table, low, high, keys, visible, qk_scale, stride_page, stride_row,
             R, P, PAGE_SIZE, BLOCK_N, True, PRECISION,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ the rows of ``"*"`` are safe anywhere: small tiles that fit 64 KiB of shared mem
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -35,7 +35,7 @@ class DecodeConfig:
     num_stages: int
     programs_per_unit: int = 1
     hopper: bool = False
-    extra: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    extra: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class PrefillConfig:
     block_n: int
     num_warps: int
     num_stages: int
-    extra: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    extra: tuple[tuple[str, int], ...] = ()
 
 
-_GFX942 = MappingProxyType({"waves_per_eu": 1, "matrix_instr_nonkdim": 16, "kpack": 2})
-_GFX950 = MappingProxyType({"waves_per_eu": 1, "matrix_instr_nonkdim": 16})
+_GFX942 = (("waves_per_eu", 1), ("matrix_instr_nonkdim", 16), ("kpack", 2))
+_GFX950 = (("waves_per_eu", 1), ("matrix_instr_nonkdim", 16))
 
 # (arch, rows of a tile, kind of operand) -> config. Kinds: "half" is fp16 or bf16 in a cache of the same type,
 # "fp8" the same over an fp8 cache, "float" fp32.
@@ -75,8 +75,8 @@ DECODE: Mapping[tuple[str, int, str], DecodeConfig] = MappingProxyType(
 PREFILL: Mapping[tuple[str, str], PrefillConfig] = MappingProxyType(
     {
         ("sm_90", "half"): PrefillConfig(128, 128, 8, 2),
-        ("gfx942", "half"): PrefillConfig(128, 64, 4, 1, _GFX942),
-        ("gfx950", "half"): PrefillConfig(128, 64, 4, 1, _GFX950),
+        ("gfx942", "half"): PrefillConfig(128, 64, 4, 1, extra=_GFX942),
+        ("gfx950", "half"): PrefillConfig(128, 64, 4, 1, extra=_GFX950),
         ("*", "half"): PrefillConfig(64, 32, 4, 1),
         ("*", "float"): PrefillConfig(32, 16, 4, 1),
     }

@@ -112,11 +112,11 @@ def decode_launches(
             "BLOCK_N": config.block_n,
             "PRECISION": "ieee",
         },
-        {"num_warps": config.num_warps, "num_stages": config.num_stages, **config.extra},
+        {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.extra)},
     )
     # Few requests have many parts each and need them loaded side by side; many requests have two or three.
     few = num_requests * 8 <= programs
-    group, parts, columns = (1, 16, min(rank, 256)) if few else (8, 2, rank)
+    group, parts, columns = (1, 16, min(rank, 256)) if few else (8, 1, rank)
     merge = Launch(
         merge_kernel,
         (-(-rows // group), num_requests, rank // columns),

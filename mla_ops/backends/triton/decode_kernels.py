@@ -44,8 +44,7 @@ def _tile_blocks(
 @triton.jit
 def _attend(
     q_c, q_r, m, l, acc, kv_cache, table, low, high, keys, visible, qk_scale, stride_page, stride_row,
-    R: tl.constexpr, P: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of one tile over blocks low..high of a request."""
     offset = tl.arange(0, BLOCK_N)
@@ -57,36 +56,27 @@ def _attend(
         page = tl.load(table + low // BLOCKS_OF_PAGE, mask=low < high, other=0)
     for block in range(low, high):
         key = block * BLOCK_N + offset
+        live = key < keys
         if IN_ONE_PAGE:
             row = page.to(tl.int64) * stride_page + ((block % BLOCKS_OF_PAGE) * BLOCK_N + offset) * stride_row
             # one block ahead: the address of a tile must not wait for the table
             page = tl.load(table + (block + 1) // BLOCKS_OF_PAGE, mask=block + 1 < high, other=0)
         else:
-            if MASKED:
-                pages = tl.load(table + key // PAGE_SIZE, mask=key < keys, other=0)
-            else:
-                pages = tl.load(table + key // PAGE_SIZE)
+            pages = tl.load(table + key // PAGE_SIZE, mask=live, other=0)
             row = pages.to(tl.int64) * stride_page + (key % PAGE_SIZE) * stride_row
         rows = kv_cache + row[:, None]
         # An unused slot may hold NaN, which a weight of 0 would not stop: it is never loaded.
-        if MASKED:
-            c = tl.load(rows + latent[None, :], mask=(key < keys)[:, None], other=0.0).to(q_c.dtype)
-        else:
-            c = tl.load(rows + latent[None, :]).to(q_c.dtype)
+        c = tl.load(rows + latent[None, :], mask=live[:, None], other=0.0).to(q_c.dtype)
         scores = tl.dot(q_c, tl.trans(c), input_precision=PRECISION)
         if P > 0:
             rope = R + tl.arange(0, P)
-            if MASKED:
-                r = tl.load(rows + rope[None, :], mask=(key < keys)[:, None], other=0.0).to(q_c.dtype)
-            else:
-                r = tl.load(rows + rope[None, :]).to(q_c.dtype)
+            r = tl.load(rows + rope[None, :], mask=live[:, None], other=0.0).to(q_c.dtype)
             scores = tl.dot(q_r, tl.trans(r), scores, input_precision=PRECISION)
         scores *= qk_scale
-        if MASKED:
-            scores = tl.where(key[None, :] < visible[:, None], scores, -float("inf"))
+        scores = tl.where(key[None, :] < visible[:, None], scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, 1))
         # a row that sees no key yet has -inf here, and -inf - -inf is NaN
-        shift = tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
         p = tl.exp2(scores - shift[:, None])
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)
@@ -173,15 +163,13 @@ def decode_kernel(
 
         # The last query sees the last key: query i of n sees the keys before keys - (n - 1 - i).
         visible = tl.minimum(keys - queries + 1 + query, keys)
-        unmasked = tl.maximum(keys - queries + 1, 0) // BLOCK_N
-        middle = tl.minimum(tl.maximum(unmasked, low), high)
         table = kv_indices + tl.load(kv_indptr + request)
         m = tl.full([BLOCK_M], -float("inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, R], tl.float32)
         m, l, acc = _attend(
             q_c, q_r, m, l, acc, kv_cache, table, low, high, keys, visible, qk_scale, stride_page, stride_row,
-            R, P, PAGE_SIZE, BLOCK_N, True, PRECISION,
+            R, P, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
 
         l = tl.where(l == 0.0, 1.0, l)  # of a row that sees no key: acc is 0 and m -inf
@@ -228,7 +216,7 @@ def merge_kernel(
 ):  # fmt: skip
     """Merge the parts of a request's rows, and write the rows that no key or no request has.
 
-    Grid (row groups of a request, B, R / COLUMNS), ROWS rows a group; PARTS parts of them are in flight at a time.
+    Grid (row groups of a request, B, R / COLUMNS): groups of ROWS rows, PARTS parts at a time, either of them 1.
     """
     group = tl.program_id(0)
     request = tl.program_id(1)
@@ -264,28 +252,31 @@ def merge_kernel(
             if first != last:
                 # Part of program p: place 1 in the first program of the span, else 0.
                 in_tile = row - tile * BLOCK_M
-                peak = tl.full([ROWS], -float("inf"), tl.float32)
+                peaks = tl.full([ROWS, CHUNK], -float("inf"), tl.float32)
                 for low in range(first, last + 1, CHUNK):
                     part = low + tl.arange(0, CHUNK)
                     place = ((tile * programs + part) * 2 + (part == first).to(tl.int32)) * BLOCK_M
                     value = tl.load(
                         part_lse + place[None, :] + in_tile[:, None], mask=(part <= last)[None, :], other=-float("inf")
                     )
-                    peak = tl.maximum(peak, tl.max(value, 1))
+                    peaks = tl.maximum(peaks, value)
+                peak = tl.max(peaks, 1)
                 shift = tl.where(peak == -float("inf"), 0.0, peak)
-                total = tl.zeros([ROWS], tl.float32)
-                acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+                # Either many parts of one row side by side, or many rows one part after another.
+                total = tl.zeros([PARTS * ROWS], tl.float32)
+                acc = tl.zeros([PARTS * ROWS, COLUMNS], tl.float32)
                 for low in range(first, last + 1, PARTS):
                     part = low + tl.arange(0, PARTS)
                     place = ((tile * programs + part) * 2 + (part == first).to(tl.int32)) * BLOCK_M
-                    cell = (place[None, :] + in_tile[:, None]).to(tl.int64)
-                    there = (part <= last)[None, :]
-                    weight = tl.exp2(tl.load(part_lse + cell, mask=there, other=-float("inf")) - shift[:, None])
-                    value = tl.load(
-                        part_out + cell[:, :, None] * R + latent[None, None, :], mask=there[:, :, None], other=0.0
-                    )
-                    total += tl.sum(weight, 1)
-                    acc += tl.sum(value * weight[:, :, None], 1)
+                    cell = (place + in_tile).to(tl.int64)
+                    there = part <= last
+                    weight = tl.exp2(tl.load(part_lse + cell, mask=there, other=-float("inf")) - shift)
+                    value = tl.load(part_out + cell[:, None] * R + latent[None, :], mask=there[:, None], other=0.0)
+                    total += weight
+                    acc += value * weight[:, None]
+                if ROWS == 1:
+                    total = tl.sum(total, 0, keep_dims=True)
+                    acc = tl.sum(acc, 0, keep_dims=True)
                 total = tl.where(total == 0.0, 1.0, total)
                 acc = acc / total[:, None]
                 cells = out + target[:, None] * R + latent[None, :]

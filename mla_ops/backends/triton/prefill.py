@@ -105,7 +105,7 @@ def prefill_launch(
         "PRECISION": "ieee",
     }
     grid = (triton.cdiv(max_seqlen_q, config.block_m), q.shape[1], num_requests + 1)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **config.extra}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.extra)}
     return Launch(prefill_kernel, grid, args, options)
 
 

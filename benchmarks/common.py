@@ -45,13 +45,13 @@ def measure(calls: Sequence[Callable[[], Any]], replays: int = 20) -> float:
 
 def measure_ceilings() -> Ceilings:
     """Bytes per second of a device copy (read and written) and FLOP per second of a bf16 product, both measured."""
-    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
+    source = torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
-    copy = measure([lambda: target.copy_(source)], 10)
+    copy = measure([lambda: torch.neg(source, out=target)], 10)
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     product = torch.empty_like(a)
     matmul = measure([lambda: torch.mm(a, a, out=product)], 10)
-    return {"bytes_per_s": 2 * source.numel() / copy * 1e6, "flop_per_s": 2 * 8192**3 / matmul * 1e6}
+    return {"bytes_per_s": 2 * source.nbytes / copy * 1e6, "flop_per_s": 2 * 8192**3 / matmul * 1e6}
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -34,7 +34,9 @@ def decode_candidates(rows: int) -> Iterator[DecodeConfig]:
         for block_n, warps, stages in itertools.product((32, 64), (8,), (2, 3)):
             yield DecodeConfig(tile, block_n, warps, stages)
     if HOPPER:
-        yield DecodeConfig(64, 64, 8, 1, hopper=True)
+        for warps in (4, 8):
+            yield DecodeConfig(tile, 64, warps, 1, kernel="hopper_narrow")
+        yield DecodeConfig(64, 64, 8, 1, kernel="hopper")
 
 
 def prefill_candidates() -> Iterator[PrefillConfig]:

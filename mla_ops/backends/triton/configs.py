@@ -25,7 +25,7 @@ class DecodeConfig:
         num_warps: warps of a program.
         num_stages: software pipeline depth.
         programs_per_unit: programs for each multiprocessor or compute unit, over all tiles.
-        hopper: the kernel of :mod:`.decode_hopper`.
+        kernel: ``"portable"``, ``"hopper"`` for 64-row tiles, ``"hopper_narrow"`` for 16- to 64-row ones.
         extra: further compile options of the target.
     """
 
@@ -34,18 +34,28 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     programs_per_unit: int = 1
-    hopper: bool = False
+    kernel: str = "portable"
     extra: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How ``mla_prefill`` runs: query rows and keys of a block, warps, software pipeline depth, more options."""
+    """How ``mla_prefill`` runs.
+
+    Attributes:
+        block_m: query rows of a block.
+        block_n: keys of a block.
+        num_warps: warps of a program.
+        num_stages: software pipeline depth.
+        descriptors: load through Hopper's copy engine where strides allow.
+        extra: further compile options of the target.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    descriptors: bool = False
     extra: tuple[tuple[str, int], ...] = ()
 
 
@@ -56,9 +66,9 @@ _GFX950 = (("waves_per_eu", 1), ("matrix_instr_nonkdim", 16))
 # "fp8" the same over an fp8 cache, "float" fp32.
 DECODE: Mapping[tuple[str, int, str], DecodeConfig] = MappingProxyType(
     {
-        ("sm_90", 16, "half"): DecodeConfig(16, 64, 4, 2),
-        ("sm_90", 32, "half"): DecodeConfig(32, 64, 4, 2),
-        ("sm_90", 64, "half"): DecodeConfig(64, 64, 8, 1, hopper=True),
+        ("sm_90", 16, "half"): DecodeConfig(16, 64, 4, 1, kernel="hopper_narrow"),
+        ("sm_90", 32, "half"): DecodeConfig(32, 64, 8, 1, kernel="hopper_narrow"),
+        ("sm_90", 64, "half"): DecodeConfig(64, 64, 8, 1, kernel="hopper"),
         ("sm_90", 16, "fp8"): DecodeConfig(16, 64, 4, 2),
         ("sm_90", 32, "fp8"): DecodeConfig(32, 64, 4, 2),
         ("sm_90", 64, "fp8"): DecodeConfig(64, 64, 8, 2),
@@ -74,7 +84,7 @@ DECODE: Mapping[tuple[str, int, str], DecodeConfig] = MappingProxyType(
 
 PREFILL: Mapping[tuple[str, str], PrefillConfig] = MappingProxyType(
     {
-        ("sm_90", "half"): PrefillConfig(128, 128, 8, 2),
+        ("sm_90", "half"): PrefillConfig(128, 128, 8, 2, descriptors=True),
         ("gfx942", "half"): PrefillConfig(128, 64, 4, 1, extra=_GFX942),
         ("gfx950", "half"): PrefillConfig(128, 64, 4, 1, extra=_GFX950),
         ("*", "half"): PrefillConfig(64, 32, 4, 1),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_ops.backends.triton.configs import DecodeConfig, decode_config
 from mla_ops.backends.triton.decode_hopper import decode_hopper_kernel
+from mla_ops.backends.triton.decode_hopper_narrow import decode_hopper_narrow_kernel
 from mla_ops.backends.triton.decode_kernels import decode_kernel, merge_kernel
 from mla_ops.backends.triton.launch import Launch, arch_of, compute_units, is_power_of_two, refuse
 from mla_ops.validation import output_dtype
@@ -19,6 +21,11 @@ __all__ = ["decode_launches", "mla_decode"]
 # Requests whose lengths a program reads at a time, and parts whose log-sum-exps the merge does.
 _CHUNK = 256
 _LOG2_E = math.log2(math.e)
+_KERNELS: dict[str, Any] = {
+    "portable": decode_kernel,
+    "hopper": decode_hopper_kernel,
+    "hopper_narrow": decode_hopper_narrow_kernel,
+}
 
 
 def mla_decode(
@@ -44,7 +51,7 @@ def mla_decode(
     Raises:
         BackendUnavailableError: float64, or a width that is no power of two.
     """
-    _require_supported(q, kv_lora_rank)
+    _require_supported(q, kv_lora_rank, softmax_scale)
     arch = arch_of(q)
     config = decode_config(arch, max_seqlen_q * q.shape[1], output_dtype(q), kv_cache.dtype)
     out = q.new_empty(q.shape[0], q.shape[1], kv_lora_rank, dtype=output_dtype(q))
@@ -91,7 +98,7 @@ def decode_launches(
     sizes = {"num_requests": num_requests, "num_heads": num_heads, "max_seqlen_q": max_seqlen_q}
     shape = {"R": rank, "PAGE_SIZE": kv_cache.shape[1], "BLOCK_M": config.block_m, "CHUNK": _CHUNK}
     decode = Launch(
-        decode_hopper_kernel if config.hopper else decode_kernel,
+        _KERNELS[config.kernel],
         (tiles, programs),
         {
             "q": q,
@@ -136,7 +143,9 @@ def decode_launches(
     return decode, merge
 
 
-def _require_supported(q: Tensor, rank: int) -> None:
+def _require_supported(q: Tensor, rank: int, softmax_scale: float) -> None:
+    if softmax_scale <= 0:
+        raise refuse(f"the kernels take the largest score before they scale it, and softmax_scale is {softmax_scale}")
     if q.dtype == torch.float64:
         raise refuse("the kernels accumulate in float32 and q is float64")
     rope = q.shape[2] - rank

@@ -54,35 +54,39 @@ def _tile_blocks(
 
 
 @gluon.jit
-def _start_copy(
-    c, r, kv_cache, table, block, keys, stride_page, stride_row,
-    R: gl.constexpr, P: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
+def _rows_of_block(
+    kv_cache, table, block, stop, stride_page, stride_row, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
-    """Start to copy one block of latent rows into shared memory, zeros where there is no key.
+    """Addresses of a block's latent rows, and which of them are there: keys before ``stop``."""
+    key = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    live = key < stop
+    page = gl.load(table + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
+    return kv_cache + page * stride_page + (key % PAGE_SIZE) * stride_row, live
+
+
+@gluon.jit
+def _start_copy(c, r, rows, live, R: gl.constexpr, P: gl.constexpr, layout: gl.constexpr):
+    """Start to copy rows into shared memory, zeros for those that are not there.
 
     An unused slot may hold NaN, which a weight of 0 would not stop: it is never read.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    key = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
-    live = key < keys
-    page = gl.load(table + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
-    row = kv_cache + page * stride_page + (key % PAGE_SIZE) * stride_row
-    _copy_async(c, row[:, None] + gl.arange(0, R, gl.SliceLayout(0, layout))[None, :], mask=live[:, None])
+    latent = gl.arange(0, R, gl.SliceLayout(0, layout))
+    _copy_async(c, rows[:, None] + latent[None, :], mask=live[:, None])
     if P > 0:
         rope = R + gl.arange(0, P, gl.SliceLayout(0, layout))
-        _copy_async(r, row[:, None] + rope[None, :], mask=live[:, None])
+        _copy_async(r, rows[:, None] + rope[None, :], mask=live[:, None])
     async_copy.commit_group()
 
 
 @gluon.jit
 def _weigh(scores, key, visible, m, l, qk_scale):
     """Online softmax: the weights of a block, the factor of what was summed before, the new maximum and sum."""
-    scores = scores * qk_scale
     scores = gl.where(key[None, :] < visible[:, None], scores, -float("inf"))
-    m_new = gl.maximum(m, gl.max(scores, 1))
+    m_new = gl.maximum(m, gl.max(scores, 1) * qk_scale)
     # a row that sees no key yet has -inf here, and -inf - -inf is NaN
     shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-    p = gl.exp2(scores - shift[:, None])
+    p = gl.exp2(scores * qk_scale - shift[:, None])
     alpha = gl.exp2(m - shift)
     return p, alpha, m_new, l * alpha + gl.sum(p, 1)
 
@@ -106,8 +110,10 @@ def decode_hopper_kernel(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, warps], [16, BLOCK_N // warps, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, warps], [16, min(R // warps, 256), 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    kv_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     io_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    rope_shared: gl.constexpr = gl.NVMMASharedLayout(min(128, P * 2) if P > 0 else 128, 16, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     io_rows: gl.constexpr = gl.SliceLayout(1, io_layout)
@@ -130,9 +136,9 @@ def decode_hopper_kernel(
         qk_scale *= v_scale
 
     q_c = gl.allocate_shared_memory(dtype, [BLOCK_M, R], shared)
-    q_r = gl.allocate_shared_memory(dtype, [BLOCK_M, P if P > 0 else 64], shared)
+    q_r = gl.allocate_shared_memory(dtype, [BLOCK_M, P if P > 0 else 64], rope_shared)
     kv_c = gl.allocate_shared_memory(dtype, [2, BLOCK_N, R], shared)
-    kv_r = gl.allocate_shared_memory(dtype, [2, BLOCK_N, P if P > 0 else 64], shared)
+    kv_r = gl.allocate_shared_memory(dtype, [2, BLOCK_N, P if P > 0 else 64], rope_shared)
 
     while position < end:
         request = 0
@@ -155,13 +161,11 @@ def decode_hopper_kernel(
         rows = gl.minimum(queries, max_seqlen_q) * num_heads
         table = kv_indices + gl.load(kv_indptr + request)
         stop = gl.minimum(keys, high * BLOCK_N)
-        _start_copy(
-            kv_c.index(0), kv_r.index(0), kv_cache, table, low, stop, stride_page, stride_row, R, P, PAGE_SIZE, BLOCK_N
-        )
-        _start_copy(
-            kv_c.index(1), kv_r.index(1), kv_cache, table, low + 1, stop, stride_page, stride_row,
-            R, P, PAGE_SIZE, BLOCK_N,
-        )  # fmt: skip
+        for ahead in gl.static_range(2):
+            address, there = _rows_of_block(
+                kv_cache, table, low + ahead, stop, stride_page, stride_row, PAGE_SIZE, BLOCK_N, kv_layout
+            )
+            _start_copy(kv_c.index(ahead), kv_r.index(ahead), address, there, R, P, kv_layout)
 
         row = first_row + gl.arange(0, BLOCK_M, io_rows)
         q_row = q + (first_token + row // num_heads).to(gl.int64) * stride_token + (row % num_heads) * stride_head
@@ -200,10 +204,10 @@ def decode_hopper_kernel(
             # The product with V is done, the one or two with Q may go on: this block's buffer is free.
             values = warpgroup_mma_wait(2 if P > 0 else 1, deps=[acc])
             _barrier()
-            _start_copy(
-                kv_c.index(place), kv_r.index(place), kv_cache, table, block + 2, stop, stride_page, stride_row,
-                R, P, PAGE_SIZE, BLOCK_N,
-            )  # fmt: skip
+            address, there = _rows_of_block(
+                kv_cache, table, block + 2, stop, stride_page, stride_row, PAGE_SIZE, BLOCK_N, kv_layout
+            )
+            _start_copy(kv_c.index(place), kv_r.index(place), address, there, R, P, kv_layout)
             logits = warpgroup_mma_wait(0, deps=[scores])
         key = (high - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
         p, alpha, m, l = _weigh(logits, key, visible, m, l, qk_scale)

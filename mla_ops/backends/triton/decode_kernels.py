@@ -72,12 +72,11 @@ def _attend(
             rope = R + tl.arange(0, P)
             r = tl.load(rows + rope[None, :], mask=live[:, None], other=0.0).to(q_c.dtype)
             scores = tl.dot(q_r, tl.trans(r), scores, input_precision=PRECISION)
-        scores *= qk_scale
         scores = tl.where(key[None, :] < visible[:, None], scores, -float("inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1))
+        m_new = tl.maximum(m, tl.max(scores, 1) * qk_scale)
         # a row that sees no key yet has -inf here, and -inf - -inf is NaN
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-        p = tl.exp2(scores - shift[:, None])
+        p = tl.exp2(scores * qk_scale - shift[:, None])
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mla_ops.backends.triton.configs import PrefillConfig, prefill_config
 from mla_ops.backends.triton.launch import Launch, arch_of, is_power_of_two, refuse
@@ -43,6 +44,8 @@ def mla_prefill(
             "qk_head_dim must be a power of two or a sum of two, and v_head_dim a power of two, all at least 16, "
             f"got {q.shape[2]} and {v.shape[2]}"
         )
+    if softmax_scale <= 0:
+        raise refuse(f"the kernels take the largest score before they scale it, and softmax_scale is {softmax_scale}")
     config = prefill_config(arch_of(q), q.dtype)
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
@@ -80,6 +83,9 @@ def prefill_launch(
         "q": q,
         "k": k,
         "v": v,
+        "k_wide": _descriptor(k, config, wide),
+        "k_narrow": _descriptor(k, config, narrow) if narrow else None,
+        "v_tiles": _descriptor(v, config, v.shape[2]),
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "out": out,
@@ -109,9 +115,19 @@ def prefill_launch(
     return Launch(prefill_kernel, grid, args, options)
 
 
+def _descriptor(x: Tensor, config: PrefillConfig, width: int) -> TensorDescriptor | None:
+    """What the copy engine needs to load BLOCK_N rows of ``width`` columns of one head; None where it cannot."""
+    tokens, heads, columns = x.shape
+    if not config.descriptors or (x.stride(0) * x.itemsize) % 16 or x.data_ptr() % 16:
+        return None
+    row = (heads - 1) * x.stride(1) + columns
+    return TensorDescriptor(x, [tokens, row], [x.stride(0), 1], [config.block_n, width])
+
+
 @triton.jit
 def _attend(
-    q_w, q_n, m, l, acc, k, v, low, high, keys, visible, qk_scale, stride_k, stride_v,
+    q_w, q_n, m, l, acc, k, v, k_wide, k_narrow, v_tiles, low, high, keys, visible, qk_scale, stride_k, stride_v,
+    first_k, k_column, v_column,
     WIDE: tl.constexpr, NARROW: tl.constexpr, V: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -121,34 +137,40 @@ def _attend(
     column = tl.arange(0, V)
     for start in range(low, high, BLOCK_N):
         key = start + offset
+        live = (key < keys)[:, None]
         k_row = k + key.to(tl.int64)[:, None] * stride_k
-        v_row = v + key.to(tl.int64)[:, None] * stride_v
         # What lies behind the last key belongs to another request and may be NaN: it is never loaded.
         if MASKED:
-            k_w = tl.load(k_row + wide[None, :], mask=(key < keys)[:, None], other=0.0)
+            k_w = tl.load(k_row + wide[None, :], mask=live, other=0.0)
+        elif k_wide is not None:
+            k_w = k_wide.load([first_k + start, k_column])
         else:
             k_w = tl.load(k_row + wide[None, :])
         scores = tl.dot(q_w, tl.trans(k_w), input_precision=PRECISION)
         if NARROW > 0:
             narrow = WIDE + tl.arange(0, NARROW)
             if MASKED:
-                k_n = tl.load(k_row + narrow[None, :], mask=(key < keys)[:, None], other=0.0)
+                k_n = tl.load(k_row + narrow[None, :], mask=live, other=0.0)
+            elif k_wide is not None:
+                k_n = k_narrow.load([first_k + start, k_column + WIDE])
             else:
                 k_n = tl.load(k_row + narrow[None, :])
             scores = tl.dot(q_n, tl.trans(k_n), scores, input_precision=PRECISION)
         if MASKED:
-            values = tl.load(v_row + column[None, :], mask=(key < keys)[:, None], other=0.0)
-        else:
-            values = tl.load(v_row + column[None, :])
-        scores *= qk_scale
-        if MASKED:
             scores = tl.where(key[None, :] < visible[:, None], scores, -float("inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1))
+        m_new = tl.maximum(m, tl.max(scores, 1) * qk_scale)
         # a row that sees no key yet has -inf here, and -inf - -inf is NaN
         shift = tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
-        p = tl.exp2(scores - shift[:, None])
+        p = tl.exp2(scores * qk_scale - shift[:, None])
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)
+        v_row = v + key.to(tl.int64)[:, None] * stride_v + column[None, :]
+        if MASKED:
+            values = tl.load(v_row, mask=live, other=0.0)
+        elif k_wide is not None:
+            values = v_tiles.load([first_k + start, v_column])
+        else:
+            values = tl.load(v_row)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
         m = m_new
@@ -171,7 +193,7 @@ def _clear_rows(out, lse, low, high, head, num_heads, V: tl.constexpr, BLOCK_M: 
     ]
 )  # fmt: skip
 def prefill_kernel(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse,
+    q, k, v, k_wide, k_narrow, v_tiles, cu_seqlens_q, cu_seqlens_k, out, lse,
     softmax_scale_log2, num_tokens, num_requests, num_heads, max_seqlen_q, max_seqlen_k,
     stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head,
     WIDE: tl.constexpr, NARROW: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -225,12 +247,12 @@ def prefill_kernel(
             l = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, V], tl.float32)
             m, l, acc = _attend(
-                q_w, q_n, m, l, acc, k_head, v_head, 0, unmasked, keys, visible, softmax_scale_log2,
-                stride_k, stride_v, WIDE, NARROW, V, BLOCK_N, False, PRECISION,
+                q_w, q_n, m, l, acc, k_head, v_head, k_wide, k_narrow, v_tiles, 0, unmasked, keys, visible,
+                softmax_scale_log2, stride_k, stride_v, first_k, head * stride_k_head, head * stride_v_head, WIDE, NARROW, V, BLOCK_N, False, PRECISION,
             )  # fmt: skip
             m, l, acc = _attend(
-                q_w, q_n, m, l, acc, k_head, v_head, unmasked, end, keys, visible, softmax_scale_log2,
-                stride_k, stride_v, WIDE, NARROW, V, BLOCK_N, True, PRECISION,
+                q_w, q_n, m, l, acc, k_head, v_head, k_wide, k_narrow, v_tiles, unmasked, end, keys, visible,
+                softmax_scale_log2, stride_k, stride_v, first_k, head * stride_k_head, head * stride_v_head, WIDE, NARROW, V, BLOCK_N, True, PRECISION,
             )  # fmt: skip
             l = tl.where(l == 0.0, 1.0, l)  # of a row that sees no key: acc is 0 and m -inf
             acc = acc / l[:, None]

@@ -54,6 +54,27 @@ def _tile_blocks(
 
 
 @gluon.jit
+def _locate(
+    qo_indptr, kv_indptr, kv_last_page_lens, position, num_requests, first_row, num_heads, max_seqlen_q,
+    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    """The request that has the block at ``position`` of the line, and the position of its first block."""
+    request = 0
+    before = 0
+    seen = 0
+    for first in range(0, num_requests, CHUNK):
+        blocks = _tile_blocks(
+            qo_indptr, kv_indptr, kv_last_page_lens, first, num_requests, first_row, num_heads, max_seqlen_q,
+            PAGE_SIZE, BLOCK_N, CHUNK,
+        )  # fmt: skip
+        behind = seen + gl.associative_scan(blocks, 0, _add) <= position
+        request += gl.sum(behind.to(gl.int32), 0)
+        before += gl.sum(gl.where(behind, blocks, 0), 0)
+        seen += gl.sum(blocks, 0)
+    return request, before
+
+
+@gluon.jit
 def _rows_of_block(
     kv_cache, table, block, stop, stride_page, stride_row, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
     layout: gl.constexpr,
@@ -141,18 +162,10 @@ def decode_hopper_kernel(
     kv_r = gl.allocate_shared_memory(dtype, [2, BLOCK_N, P if P > 0 else 64], rope_shared)
 
     while position < end:
-        request = 0
-        before = 0
-        seen = 0
-        for first in range(0, num_requests, CHUNK):
-            blocks = _tile_blocks(
-                qo_indptr, kv_indptr, kv_last_page_lens, first, num_requests, first_row, num_heads, max_seqlen_q,
-                PAGE_SIZE, BLOCK_N, CHUNK,
-            )  # fmt: skip
-            behind = seen + gl.associative_scan(blocks, 0, _add) <= position
-            request += gl.sum(behind.to(gl.int32), 0)
-            before += gl.sum(gl.where(behind, blocks, 0), 0)
-            seen += gl.sum(blocks, 0)
+        request, before = _locate(
+            qo_indptr, kv_indptr, kv_last_page_lens, position, num_requests, first_row, num_heads, max_seqlen_q,
+            PAGE_SIZE, BLOCK_N, CHUNK,
+        )  # fmt: skip
         queries, keys = _request_lengths(qo_indptr, kv_indptr, kv_last_page_lens, request, True, PAGE_SIZE)
         num_blocks = (keys + BLOCK_N - 1) // BLOCK_N
         low = position - before

@@ -14,10 +14,24 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from mla_ops.backends.triton.decode_hopper import (
-    LN_2, _add, _barrier, _request_lengths, _rows_of_block, _start_copy, _tile_blocks,
+    LN_2, _barrier, _locate, _request_lengths, _rows_of_block, _start_copy, _tile_blocks,
 )
 
 __all__ = ["decode_hopper_narrow_kernel"]
+
+
+@gluon.jit
+def _locate_keys(
+    qo_indptr, kv_indptr, kv_last_page_lens, position, num_requests, first_row, num_heads, max_seqlen_q,
+    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Of the request that has the block at ``position``: first and end position, keys, place in the page list."""
+    request, before = _locate(
+        qo_indptr, kv_indptr, kv_last_page_lens, position, num_requests, first_row, num_heads, max_seqlen_q,
+        PAGE_SIZE, BLOCK_N, CHUNK,
+    )  # fmt: skip
+    _, keys = _request_lengths(qo_indptr, kv_indptr, kv_last_page_lens, request, True, PAGE_SIZE)
+    return before, before + (keys + BLOCK_N - 1) // BLOCK_N, keys, gl.load(kv_indptr + request)
 
 
 @gluon.jit(do_not_specialize=["softmax_scale_log2", "num_requests", "num_heads", "max_seqlen_q"])
@@ -68,32 +82,37 @@ def decode_hopper_narrow_kernel(
     kv_r = gl.allocate_shared_memory(dtype, [2, BLOCK_N, P if P > 0 else 64], rope_shared)
     weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(min(BLOCK_M * 2, 128), 16, 2))
 
-    while position < end:
-        request = 0
-        before = 0
-        seen = 0
-        for first in range(0, num_requests, CHUNK):
-            blocks = _tile_blocks(
-                qo_indptr, kv_indptr, kv_last_page_lens, first, num_requests, first_row, num_heads, max_seqlen_q,
+    # Blocks are fetched two ahead of the one in work, over the borders of requests.
+    start = position
+    fetched = position
+    until = position
+    fetch_before = 0
+    fetch_keys = 0
+    fetch_page = 0
+    for ahead in gl.static_range(2):
+        if (fetched >= until) & (fetched < end):
+            fetch_before, until, fetch_keys, fetch_page = _locate_keys(
+                qo_indptr, kv_indptr, kv_last_page_lens, fetched, num_requests, first_row, num_heads, max_seqlen_q,
                 PAGE_SIZE, BLOCK_N, CHUNK,
             )  # fmt: skip
-            behind = seen + gl.associative_scan(blocks, 0, _add) <= position
-            request += gl.sum(behind.to(gl.int32), 0)
-            before += gl.sum(gl.where(behind, blocks, 0), 0)
-            seen += gl.sum(blocks, 0)
+        address, there = _rows_of_block(
+            kv_cache, kv_indices + fetch_page, fetched - fetch_before, gl.where(fetched < end, fetch_keys, 0),
+            stride_page, stride_row, PAGE_SIZE, BLOCK_N, kv_layout,
+        )  # fmt: skip
+        _start_copy(kv_c.index(ahead), kv_r.index(ahead), address, there, R, P, kv_layout)
+        fetched += 1
+
+    while position < end:
+        request, before = _locate(
+            qo_indptr, kv_indptr, kv_last_page_lens, position, num_requests, first_row, num_heads, max_seqlen_q,
+            PAGE_SIZE, BLOCK_N, CHUNK,
+        )  # fmt: skip
         queries, keys = _request_lengths(qo_indptr, kv_indptr, kv_last_page_lens, request, True, PAGE_SIZE)
         num_blocks = (keys + BLOCK_N - 1) // BLOCK_N
         low = position - before
         high = gl.minimum(num_blocks, end - before)
         first_token = gl.load(qo_indptr + request)
         rows = gl.minimum(queries, max_seqlen_q) * num_heads
-        table = kv_indices + gl.load(kv_indptr + request)
-        stop = gl.minimum(keys, high * BLOCK_N)
-        for ahead in gl.static_range(2):
-            address, there = _rows_of_block(
-                kv_cache, table, low + ahead, stop, stride_page, stride_row, PAGE_SIZE, BLOCK_N, kv_layout
-            )
-            _start_copy(kv_c.index(ahead), kv_r.index(ahead), address, there, R, P, kv_layout)
 
         row = first_row + gl.arange(0, BLOCK_M, io_rows)
         q_row = q + (first_token + row // num_heads).to(gl.int64) * stride_token + (row % num_heads) * stride_head
@@ -108,7 +127,7 @@ def decode_hopper_narrow_kernel(
         sums = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
         values = gl.zeros([R, BLOCK_M], gl.float32, s_layout)
         for block in range(low, high):
-            place = (block - low) % 2
+            place = (before + block - start) % 2
             async_copy.wait_group(1)
             fence_async_shared()
             _barrier()
@@ -116,9 +135,16 @@ def decode_hopper_narrow_kernel(
             scores = warpgroup_mma(kv_c.index(place), q_c.permute((1, 0)), scores, use_acc=False, is_async=True)
             if P > 0:
                 scores = warpgroup_mma(kv_r.index(place), q_r.permute((1, 0)), scores, is_async=True)
+            if (fetched >= until) & (fetched < end):
+                fetch_before, until, fetch_keys, fetch_page = _locate_keys(
+                    qo_indptr, kv_indptr, kv_last_page_lens, fetched, num_requests, first_row, num_heads,
+                    max_seqlen_q, PAGE_SIZE, BLOCK_N, CHUNK,
+                )  # fmt: skip
             address, there = _rows_of_block(
-                kv_cache, table, block + 2, stop, stride_page, stride_row, PAGE_SIZE, BLOCK_N, kv_layout
-            )
+                kv_cache, kv_indices + fetch_page, fetched - fetch_before, gl.where(fetched < end, fetch_keys, 0),
+                stride_page, stride_row, PAGE_SIZE, BLOCK_N, kv_layout,
+            )  # fmt: skip
+            fetched += 1
             logits = warpgroup_mma_wait(0, deps=[scores])
             key = block * BLOCK_N + gl.arange(0, BLOCK_N, keys_of)
             logits = gl.where(key[:, None] < visible[None, :], logits, -float("inf"))
@@ -136,7 +162,6 @@ def decode_hopper_narrow_kernel(
             values = warpgroup_mma(kv_c.index(place).permute((1, 0)), weights, values)
             _barrier()
             _start_copy(kv_c.index(place), kv_r.index(place), address, there, R, P, kv_layout)
-        async_copy.wait_group(0)
 
         l = gl.sum(sums, 0)
         l = gl.where(l == 0.0, 1.0, l)  # of a row that sees no key: values are 0 and m -inf

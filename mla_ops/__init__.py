@@ -1,1 +1,44 @@
-"""DeepSeek's multi-head latent attention (MLA) as well-behaved PyTorch custom ops."""
+"""DeepSeek's multi-head latent attention (MLA) as well-behaved PyTorch custom ops.
+
+Importing this package imports torch and nothing heavier, touches no device and creates no file.
+"""
+
+from mla_ops.backends.select import Choice, select
+from mla_ops.config import PRESETS, MLAConfig
+from mla_ops.errors import BackendUnavailableError, InferenceOnlyError, MLAError, OutOfPagesError, PlanError
+from mla_ops.functional import (
+    AttentionOutput,
+    gather_latent_cache,
+    merge_attn_states,
+    mla_decode,
+    mla_prefill,
+    write_latent_cache,
+)
+from mla_ops.kv_cache import PagedLatentCache
+from mla_ops.module import DeepseekMLA, compile_layers
+from mla_ops.plan import DecodeMetadata, DecodePlan, PaddingRule, PrefillPlan
+
+__all__ = [
+    "PRESETS",
+    "AttentionOutput",
+    "BackendUnavailableError",
+    "Choice",
+    "DecodeMetadata",
+    "DecodePlan",
+    "DeepseekMLA",
+    "InferenceOnlyError",
+    "MLAConfig",
+    "MLAError",
+    "OutOfPagesError",
+    "PaddingRule",
+    "PagedLatentCache",
+    "PlanError",
+    "PrefillPlan",
+    "compile_layers",
+    "gather_latent_cache",
+    "merge_attn_states",
+    "mla_decode",
+    "mla_prefill",
+    "select",
+    "write_latent_cache",
+]

@@ -138,6 +138,12 @@ class MLAConfig:
         """
         return cls(**_fields_from_hf(_hf_mapping(source)))
 
+    @staticmethod
+    def num_layers_of_hf(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> int | None:
+        """``num_hidden_layers`` of a Hugging Face config, or ``None`` where it has none; ``source`` as above."""
+        layers = _language_model(_hf_mapping(source)).get("num_hidden_layers")
+        return None if layers is None else int(layers)
+
 
 _LEAST = {
     "hidden_size": 1,
@@ -200,9 +206,13 @@ def _hf_mapping(source: Any) -> Mapping[str, Any]:
     raise TypeError(f"from_hf takes a path, a mapping or a transformers config, got {type(source).__name__}")
 
 
+def _language_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Multimodal checkpoints nest the language model."""
+    return hf["text_config"] if "text_config" in hf and "kv_lora_rank" not in hf else hf
+
+
 def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if "text_config" in hf and "kv_lora_rank" not in hf:
-        hf = hf["text_config"]  # multimodal checkpoints nest the language model
+    hf = _language_model(hf)
     fields: dict[str, Any] = {}
     for ours, theirs in _HF_REQUIRED.items():
         if hf.get(theirs) is None:

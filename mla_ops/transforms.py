@@ -66,12 +66,12 @@ def _refuse_other_backends(op: str, backend: str) -> None:
 def _decode_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _refuse_other_backends("mla_decode", inputs[12])
     ctx.save_for_backward(inputs[0], inputs[1])
-    ctx.rest = (*inputs[2:12], infer_kv_lora_rank(inputs[0].shape[2], inputs[13]))
+    ctx.rest = (*inputs[2:8], *inputs[9:12], infer_kv_lora_rank(inputs[0].shape[2], inputs[13]))
 
 
 def _decode_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
     def function(q: Tensor, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.mla_decode(q, kv_cache, *ctx.rest)
+        return reference.decode_formula(q, kv_cache, *ctx.rest)
 
     result: list[Any] = _recompute(ctx, (grad_out, grad_lse), (0, 1), function)
     result[6] = [None] * len(ctx.rest[4])

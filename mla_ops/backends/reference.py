@@ -16,7 +16,14 @@ from torch import Tensor
 
 from mla_ops.validation import FLOAT8_DTYPES, output_dtype
 
-__all__ = ["gather_latent_cache", "merge_attn_states", "mla_decode", "mla_prefill", "write_latent_cache"]
+__all__ = [
+    "decode_formula",
+    "gather_latent_cache",
+    "merge_attn_states",
+    "mla_decode",
+    "mla_prefill",
+    "write_latent_cache",
+]
 
 # Requests and query rows are worked off in groups whose scratch stays about this size.
 _SCRATCH_BYTES = 256 << 20
@@ -77,6 +84,31 @@ def mla_decode(
     ``backend_state`` is empty, or holds ``[max_pages]`` int32 ``arange(max_pages)``: a bound on the pages of one
     request, as the shape of a tensor. Without it one request is taken to own all of ``kv_indices``.
     """
+    if q.is_cpu:  # reading the longest page list is no synchronisation here, and saves the work on what is masked
+        longest = int((kv_indptr[1:] - kv_indptr[:-1]).max().clamp(min=1))
+        page_of = backend_state[0][:longest] if backend_state else torch.arange(longest, dtype=torch.int32)
+        backend_state = [page_of]
+    return decode_formula(
+        *(q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, backend_state, max_seqlen_q),
+        *(softmax_scale, q_scale, kv_scale, kv_lora_rank),
+    )
+
+
+def decode_formula(
+    q: Tensor,
+    kv_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_lens: Tensor,
+    backend_state: Sequence[Tensor],
+    max_seqlen_q: int,
+    softmax_scale: float,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    kv_lora_rank: int,
+) -> tuple[Tensor, Tensor]:
+    """:func:`mla_decode` in operations that trace and differentiate; its arguments but ``num_kv_splits``."""
     tokens, heads, latent_dim = q.shape
     page_size = kv_cache.shape[1]
     compute = _compute_dtype(q.dtype)

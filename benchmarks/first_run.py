@@ -1,0 +1,175 @@
+"""Seconds from process start to every batch size captured: ours cold and warm, beside plain ``torch.compile``.
+
+Each row is a fresh process. ``floor`` imports torch, opens the device and makes the weights; ``torch.compile``
+compiles the whole step with a dynamic batch and captures each size by hand; ``ours`` is ``WarmupManager``, which
+verifies every graph as well. Phases are those of the warm-up report.
+
+    python benchmarks/first_run.py --model deepseek-v3 --layers 4 --batch-sizes 1,2,4,8,16,32,64,128 --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WAYS = ("floor", "torch.compile cold", "torch.compile warm", "ours cold", "ours warm")
+_STARTED = "MLA_BENCHMARK_STARTED"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="deepseek-v2-lite")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--batch-sizes", default="1,2,4,8")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max-seq-len", type=int, default=8192)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--ways", default=",".join(WAYS), help="which rows, in order (default: all)")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(_child(arguments)))
+        return
+    with tempfile.TemporaryDirectory() as caches:
+        rows = {way: _run(way, Path(caches) / way.split()[0]) for way in arguments.ways.split(",")}
+    if arguments.json:
+        print(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=2))
+    else:
+        _print(rows)
+
+
+def _run(way: str, cache: Path) -> dict[str, Any]:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), _STARTED: str(time.time())}
+    if way.startswith("ours"):
+        environment.pop("TORCHINDUCTOR_CACHE_DIR")
+        environment["MLA_WARMUP_CACHE"] = str(cache)
+    command = [sys.executable, __file__, *sys.argv[1:], "--child", way]
+    child = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if child.returncode:
+        return {"failed": f"exit status {child.returncode}"}
+    row: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    return row
+
+
+def _child(arguments: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from capture import BuildOptions
+    from mla_ops.warmup import spec
+
+    options = BuildOptions(
+        batch_sizes=tuple(int(n) for n in arguments.batch_sizes.split(",")),
+        device=arguments.device,
+        dtype=arguments.dtype,
+        backend=arguments.backend,
+        layers=arguments.layers,
+        max_seq_len=arguments.max_seq_len,
+    )
+    work = spec(arguments.model, options)
+    way: str = arguments.child
+    torch.zeros(1, device=options.device)
+    result: dict[str, Any] = {"backend": work.backend[0]}
+    if way.startswith("ours"):
+        from capture import WarmupManager
+
+        made: dict[str, Any] = {}
+        resources = work.setup
+        object.__setattr__(work, "setup", lambda: made.setdefault("resources", resources()))
+        manager = WarmupManager()
+        report = manager.run(manager.plan(work), progress=False)
+        result["seconds"] = _since_start()
+        result["phases"] = {phase.name: phase.seconds for phase in report.phases}
+        result["compiled"] = report.compiled
+        result["failed units"] = [unit.reason for unit in report.units if unit.state == "failed"]
+        runner = made["resources"].runner()
+        result["replay_us"] = _replay_times(options, lambda size: runner.replay(size))
+        return result
+    step = work.setup().step
+    _synchronize(options.device)
+    result["weights"] = _since_start()
+    if way == "floor":
+        return {**result, "seconds": result["weights"]}
+    step.run_blocks = list(step.blocks)
+    graphs = _compile_and_capture(step, options)
+    result["seconds"] = _since_start()
+    result["replay_us"] = _replay_times(options, lambda size: graphs[size]())
+    return result
+
+
+def _compile_and_capture(step: Any, options: Any) -> dict[int, Callable[[], Any]]:
+    """What a user without this package writes: one dynamic compile, then a graph per size."""
+    import torch
+
+    compiled = torch.compile(lambda **inputs: step(**inputs), fullgraph=True, dynamic=True)
+    generator = torch.Generator(options.device).manual_seed(0)
+    graphs: dict[int, Callable[[], Any]] = {}
+    pool = torch.cuda.graph_pool_handle() if options.device.startswith("cuda") else None
+    for size in sorted(options.batch_sizes, reverse=True):
+        inputs = step.inputs(size, generator)
+        with torch.no_grad():
+            compiled(**inputs)
+            if pool is None:
+                graphs[size] = lambda inputs=inputs: compiled(**inputs)
+                continue
+            _synchronize(options.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                compiled(**inputs)
+            graphs[size] = graph.replay
+    _synchronize(options.device)
+    return graphs
+
+
+def _replay_times(options: Any, replay: Callable[[int], Any]) -> dict[str, float]:
+    """Median microseconds of a replay at the smallest and the largest size."""
+    import torch
+
+    times = {}
+    for size in sorted({min(options.batch_sizes), max(options.batch_sizes)}):
+        samples = []
+        with torch.no_grad():
+            for _ in range(30):
+                _synchronize(options.device)
+                start = time.perf_counter()
+                replay(size)
+                _synchronize(options.device)
+                samples.append(time.perf_counter() - start)
+        times[str(size)] = round(sorted(samples)[len(samples) // 2] * 1e6, 1)
+    return times
+
+
+def _synchronize(device: str) -> None:
+    import torch
+
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def _since_start() -> float:
+    return round(time.time() - float(os.environ[_STARTED]), 2)
+
+
+def _print(rows: dict[str, dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("way", "seconds", "compiled", "replay us by batch size", "phases")
+    for way, row in rows.items():
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in row.get("phases", {}).items() if seconds)
+        replays = ", ".join(f"{size}: {us:,.0f}" for size, us in row.get("replay_us", {}).items())
+        table.add_row(way, str(row.get("seconds", row.get("failed"))), str(row.get("compiled", "")), replays, phases)
+    Console(width=200 if not sys.stdout.isatty() else None).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""``DeepseekMLA``: multi-head latent attention with Hugging Face's weight names, over the ops of this package.
+
+Letters: T tokens, H heads, R kv_lora_rank, P qk_rope_head_dim, D = R + P, N qk_nope_head_dim, V v_head_dim, S keys.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from mla_ops import functional
+from mla_ops.config import MLAConfig
+from mla_ops.plan import DecodeMetadata, DecodePlan, PrefillPlan
+from mla_ops.rope import RotaryEmbedding, apply_rotary
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["DeepseekMLA", "compile_layers"]
+
+# Hugging Face and DeepSeek build the two inner norms without the config's epsilon.
+_INNER_NORM_EPS = 1e-6
+
+
+class DeepseekMLA(nn.Module):
+    """One MLA layer: absorbed paged decode, ragged prefill, chunked prefill over a cached prefix.
+
+    Its state dict has the names and shapes of Hugging Face's ``DeepseekV3Attention``. Decode multiplies the query by
+    W_UK and the result by W_UV, which are views of ``kv_b_proj.weight``: absorption takes no memory of its own until
+    :meth:`absorb` is asked to free ``kv_b_proj``.
+
+    Args:
+        config: dimensions; ``config.shard(tp_size)`` for one tensor-parallel rank.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        kv_scale: ``[1]`` float32 scale of an fp8 cache, or ``None``.
+    """
+
+    kv_scale: Tensor | None
+    kv_b_weight: Tensor
+
+    def __init__(
+        self, config: MLAConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.num_local_heads = config.num_heads
+        linear = partial(nn.Linear, device=device, dtype=dtype)
+        norm = partial(nn.RMSNorm, eps=_INNER_NORM_EPS, device=device, dtype=dtype)
+        heads, bias = config.num_heads, config.attention_bias
+        if config.q_lora_rank is None:
+            self.q_proj = linear(config.hidden_size, heads * config.qk_head_dim, bias=False)
+        else:
+            self.q_a_proj = linear(config.hidden_size, config.q_lora_rank, bias=bias)
+            self.q_a_layernorm = norm(config.q_lora_rank)
+            self.q_b_proj = linear(config.q_lora_rank, heads * config.qk_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = linear(config.hidden_size, config.latent_dim, bias=bias)
+        self.kv_a_layernorm = norm(config.kv_lora_rank)
+        self.kv_b_proj: nn.Linear | None = linear(
+            config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
+        )
+        self.o_proj = linear(heads * config.v_head_dim, config.hidden_size, bias=bias)
+        self.rotary_emb = RotaryEmbedding(config, device)
+        self.register_buffer("kv_scale", None, persistent=False)
+
+    @property
+    def W_UK(self) -> Tensor:
+        """``[H, N, R]``: expands a latent to the keys' part without position."""
+        return self._up_projections()[:, : self.config.qk_nope_head_dim]
+
+    @property
+    def W_UV(self) -> Tensor:
+        """``[H, V, R]``: expands a latent to the values."""
+        return self._up_projections()[:, self.config.qk_nope_head_dim :]
+
+    def absorb(self, *, free_kv_b_proj: bool = False) -> tuple[Tensor, Tensor]:
+        """Derive W_UK ``[H, N, R]`` and W_UV ``[H, V, R]`` from ``kv_b_proj``.
+
+        Args:
+            free_kv_b_proj: move the (local) weight into a buffer outside the state dict, and drop ``kv_b_proj``.
+                Both forms of attention go on; a later ``load_state_dict`` with ``kv_b_proj.weight`` is refused.
+
+        Returns:
+            The two, as views of one tensor.
+        """
+        if free_kv_b_proj and self.kv_b_proj is not None:
+            self.register_buffer("kv_b_weight", self._kv_b_weight().detach(), persistent=False)
+            self.kv_b_proj = None
+        return self.W_UK, self.W_UV
+
+    def parallelize(self, mesh: DeviceMesh) -> Self:
+        """Shard the heads over a one-dimensional mesh, with torch's own tensor-parallel styles.
+
+        ``q_b_proj`` (or ``q_proj``) and ``kv_b_proj`` are split by heads, ``o_proj`` by its inputs, whose partial
+        results are summed over the mesh in each call. The cache is the same on every rank.
+
+        Raises:
+            ValueError: the mesh's size does not divide ``num_heads``, or ``kv_b_proj`` has been freed.
+        """
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        if self.kv_b_proj is None:
+            raise ValueError("kv_b_proj has been freed; parallelize the module before absorb(free_kv_b_proj=True)")
+        self.num_local_heads = self.config.shard(mesh.size()).num_heads
+        q = "q_proj" if self.config.q_lora_rank is None else "q_b_proj"
+        plan = {q: ColwiseParallel(), "kv_b_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+        parallelize_module(self, mesh, plan)
+        return self
+
+    def forward(
+        self, hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, plan: DecodePlan | DecodeMetadata
+    ) -> Tensor:
+        """Decode: write the new rows to the cache, attend to all rows in absorbed form.
+
+        Args:
+            hidden_states: ``[T, hidden_size]``, ``query_len`` rows of each request.
+            positions: ``[T]`` int64; ``plan.at(batch_size).positions`` are those of the plan's lengths.
+            kv_cache: ``[pages, page_size, D]``, written in place.
+            plan: updated for this step, whole or ``plan.at(batch_size)``.
+
+        Returns:
+            ``[T, hidden_size]``; rows of padded requests are 0, plus ``o_proj``'s bias where it has one.
+        """
+        if isinstance(plan, DecodePlan):
+            plan = plan.at(hidden_states.shape[0] // plan.query_len)
+        q_nope, q_pe, kv_c, k_pe = self._project(hidden_states, positions)
+        functional.write_latent_cache(
+            kv_c, k_pe, kv_cache, plan.slot_mapping, kv_scale=self.kv_scale, backend=plan.backend
+        )
+        q_latent = torch.bmm(q_nope.transpose(0, 1), self.W_UK).transpose(0, 1)  # [T, H, R]
+        out, _ = functional.mla_decode(
+            torch.cat([q_latent, q_pe], dim=-1),
+            kv_cache,
+            plan.qo_indptr,
+            plan.kv_indptr,
+            plan.kv_indices,
+            plan.kv_last_page_lens,
+            softmax_scale=self.config.softmax_scale,
+            max_seqlen_q=plan.max_seqlen_q,
+            num_kv_splits=plan.num_kv_splits,
+            backend_state=plan.backend_state,
+            kv_scale=self.kv_scale,
+            kv_lora_rank=self.config.kv_lora_rank,
+            backend=plan.backend,
+        )
+        values = torch.bmm(out.transpose(0, 1), self.W_UV.mT).transpose(0, 1)  # [T, H, V]
+        return self._output(values)
+
+    def prefill(self, hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, plan: PrefillPlan) -> Tensor:
+        """Prefill: write the new rows to the cache, attend to them and to a cached prefix in expanded form.
+
+        The prefix is gathered and expanded chunk by chunk, and merged by log-sum-exp.
+
+        Args:
+            hidden_states: ``[T, hidden_size]``, the new rows of all requests, one request after another.
+            positions: ``[T]`` int64; ``plan.positions`` are those after the prefixes.
+            kv_cache: ``[pages, page_size, D]``, written in place.
+            plan: of this prefill.
+
+        Returns:
+            ``[T, hidden_size]``.
+        """
+        q_nope, q_pe, kv_c, k_pe = self._project(hidden_states, positions)
+        functional.write_latent_cache(
+            kv_c, k_pe, kv_cache, plan.slot_mapping, kv_scale=self.kv_scale, backend=plan.backend
+        )
+        q = torch.cat([q_nope, q_pe], dim=-1)  # [T, H, N + P]
+        attend = partial(functional.mla_prefill, q, softmax_scale=self.config.softmax_scale, backend=plan.backend)
+        k, v = self._expand(kv_c, k_pe)
+        state = attend(
+            k,
+            v,
+            cu_seqlens_q=plan.cu_seqlens_q,
+            cu_seqlens_k=plan.cu_seqlens_q,
+            max_seqlen_q=plan.max_seqlen_q,
+            max_seqlen_k=plan.max_seqlen_q,
+        )
+        for chunk in plan.chunks:
+            rows = functional.gather_latent_cache(
+                kv_cache,
+                plan.kv_indptr,
+                plan.kv_indices,
+                plan.kv_last_page_lens,
+                chunk.cu_seqlens,
+                num_tokens=chunk.num_tokens,
+                seq_starts=chunk.seq_starts,
+                kv_scale=self.kv_scale,
+                dtype=hidden_states.dtype,
+                backend=plan.backend,
+            )
+            k, v = self._expand(*self._split(rows, self.config.kv_lora_rank))
+            part = attend(
+                k,
+                v,
+                cu_seqlens_q=plan.cu_seqlens_q,
+                cu_seqlens_k=chunk.cu_seqlens,
+                max_seqlen_q=plan.max_seqlen_q,
+                max_seqlen_k=chunk.max_seqlen,
+                causal=False,
+            )
+            state = functional.merge_attn_states(*state, *part, backend=plan.backend)
+        return self._output(state.out)
+
+    def _project(self, hidden_states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``[T, hidden_size]`` to q_nope ``[T, H, N]``, q_pe ``[T, H, P]``, kv_c ``[T, R]``, k_pe ``[T, P]``."""
+        config = self.config
+        if config.q_lora_rank is None:
+            q = self.q_proj(hidden_states)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        q = q.view(hidden_states.shape[0], self.num_local_heads, config.qk_head_dim)
+        q = q * self._query_scale(positions, q.dtype) if self._scales_queries else q
+        q_nope, q_pe = self._split(q, config.qk_nope_head_dim)
+        latent = self.kv_a_proj_with_mqa(hidden_states)
+        kv_c, k_pe = self._split(latent, config.kv_lora_rank)
+        kv_c = self.kv_a_layernorm(kv_c)
+        if config.qk_rope_head_dim:
+            cos, sin = self.rotary_emb(positions)
+            q_pe = apply_rotary(q_pe, cos, sin, interleave=config.rope_interleave)
+            k_pe = apply_rotary(k_pe, cos, sin, interleave=config.rope_interleave)
+        return q_nope, q_pe, kv_c, k_pe
+
+    @property
+    def _scales_queries(self) -> bool:
+        return self.config.rope_scaling is not None and "llama_4_scaling_beta" in self.config.rope_scaling
+
+    def _query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """``[T, 1, 1]``: Mistral 4's growth of queries past the original context, 1 within it."""
+        assert self.config.rope_scaling is not None
+        beta = float(self.config.rope_scaling["llama_4_scaling_beta"])
+        windows = positions // self.config.rope_scaling["original_max_position_embeddings"]
+        scale = 1 + beta * torch.log1p(windows.float())
+        return scale[:, None, None].to(dtype)
+
+    def _expand(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+        """Latent rows ``[S, R]``, ``[S, P]`` to k ``[S, H, N + P]`` and v ``[S, H, V]``."""
+        config = self.config
+        expanded = nn.functional.linear(kv_c, self._kv_b_weight())
+        expanded = expanded.view(kv_c.shape[0], self.num_local_heads, config.qk_nope_head_dim + config.v_head_dim)
+        k_nope, v = self._split(expanded, config.qk_nope_head_dim)
+        k_pe = k_pe[:, None].expand(-1, self.num_local_heads, -1)
+        return torch.cat([k_nope, k_pe], dim=-1), v
+
+    def _output(self, values: Tensor) -> Tensor:
+        """``[T, H, V]`` to ``[T, hidden_size]``."""
+        output: Tensor = self.o_proj(values.reshape(values.shape[0], self.num_local_heads * self.config.v_head_dim))
+        return output
+
+    @staticmethod
+    def _split(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        return x[..., :width], x[..., width:]
+
+    def _kv_b_weight(self) -> Tensor:
+        if self.kv_b_proj is None:
+            return self.kv_b_weight
+        weight: Any = self.kv_b_proj.weight
+        local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight  # a DTensor, parallelized
+        return local
+
+    def _up_projections(self) -> Tensor:
+        """``[H, N + V, R]``"""
+        config = self.config
+        return self._kv_b_weight().view(
+            self.num_local_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank
+        )
+
+
+def compile_layers(
+    layers: Sequence[nn.Module], *, method: str = "forward", dynamic_batch: bool = True, **options: Any
+) -> list[Callable[..., Tensor]]:
+    """Compile one function for all layers of a model.
+
+    The layers' parameters and buffers are inputs of it (``torch.func.functional_call``), so what is compiled, and how
+    long that takes, does not depend on how many layers there are.
+
+    Args:
+        layers: modules of one kind and shape, called as ``DeepseekMLA`` is: such layers, or blocks around them.
+        method: ``"forward"`` (decode) or ``"prefill"``.
+        dynamic_batch: one graph for every batch size, 1 included: the token and request dims of the first call are
+            marked unbacked. Else a graph per batch size, as the compiler sees fit.
+        options: of ``torch.compile``; ``fullgraph=True`` unless given.
+
+    Returns:
+        A function per layer, with the method's arguments (a ``DecodePlan`` is taken as ``plan.at(batch_size)``).
+
+    Raises:
+        ValueError: no layers, or of different kinds or shapes.
+    """
+    if not layers or any(_shapes(layer) != _shapes(layers[0]) for layer in layers):
+        raise ValueError("layers must be one or more of one kind and shape; compile each kind of layer apart")
+    # The function is traced over a layer without data: it can't keep one layer's weights alive, or use them.
+    skeleton = _MethodOf(copy.deepcopy(layers[0]).to("meta"), method)
+
+    def call(tensors: dict[str, Tensor], *args: Any) -> Tensor:
+        result: Tensor = functional_call(skeleton, tensors, args)
+        return result
+
+    # Dynamo keeps what it compiled, and counts it against its limit, by code object: each call gets its own.
+    call.__code__ = call.__code__.replace(co_name=f"mla_{method}")
+    compiled = torch.compile(call, **{"fullgraph": True, **options})
+
+    def run(slots: list[_Slot], hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, plan: Any) -> Tensor:
+        if isinstance(plan, DecodePlan):
+            plan = plan.at(hidden_states.shape[0] // plan.query_len)
+        if dynamic_batch and not torch.compiler.is_compiling():
+            _mark_batch(hidden_states, positions, plan)
+        tensors = {name: x for name, store, key in slots if (x := store[key]) is not None}
+        return compiled(tensors, hidden_states, positions, kv_cache, plan)
+
+    return [partial(run, _MethodOf(layer, method).slots()) for layer in layers]
+
+
+def _shapes(layer: nn.Module) -> tuple[object, ...]:
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    return (
+        type(layer),
+        *((name, tensor.shape, tensor.dtype) for name, tensor in tensors),
+        *(module.config for module in layer.modules() if isinstance(module, DeepseekMLA)),
+    )
+
+
+_Slot = tuple[str, dict[str, Any], str]
+
+
+class _MethodOf(nn.Module):
+    """A module whose ``forward`` is another module's method, for ``functional_call``."""
+
+    def __init__(self, module: nn.Module, method: str) -> None:
+        super().__init__()
+        self.module = module
+        self.method = method
+
+    def slots(self) -> list[_Slot]:
+        """Where each parameter and buffer is kept, to be looked up at each call: modules replace theirs."""
+        return [
+            (f"{prefix}.{name}", store, name)
+            for prefix, module in self.named_modules()
+            for store in (module._parameters, module._buffers)
+            for name in store
+        ]
+
+    def forward(self, *args: Any) -> Any:
+        return getattr(self.module, self.method)(*args)
+
+
+def _mark_batch(hidden_states: Tensor, positions: Tensor, plan: DecodeMetadata | PrefillPlan) -> None:
+    tensors = [hidden_states, positions]
+    for field in plan:
+        if isinstance(field, Tensor):
+            tensors.append(field)
+        elif isinstance(field, tuple):
+            tensors.extend(x for chunk in field if isinstance(chunk, tuple) for x in chunk if isinstance(x, Tensor))
+    for tensor in tensors:
+        # The attribute that a mark leaves is looked at first: the mark itself costs a microsecond per tensor and step
+        if not hasattr(tensor, "_dynamo_unbacked_indices"):
+            torch._dynamo.decorators.mark_unbacked(tensor, 0)

@@ -1,0 +1,397 @@
+"""Plans: the metadata tensors that one step reads.
+
+A :class:`DecodePlan` owns static buffers and rewrites them in place, on the device, so that eager, capture and
+replay all see what the same writer wrote. A :class:`PrefillPlan` is made anew for each prefill from host lengths.
+
+Letters: B requests, Q query_len, T = B * Q query tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mla_ops.backends.select import Choice, select
+from mla_ops.config import MLAConfig
+from mla_ops.errors import PlanError
+
+__all__ = ["PADDING_RULES", "DecodeMetadata", "DecodePlan", "PaddingRule", "PrefillChunk", "PrefillPlan"]
+
+_CANARY = -0x5EED5EED
+_CANARY_WIDTH = 32
+
+
+@dataclass(frozen=True)
+class PaddingRule:
+    """What the metadata says of a request that is not there.
+
+    Attributes:
+        kv_len: rows that it seems to have.
+        page: the page that they are in, where ``kv_len`` is not 0.
+        slot: where its new row goes; -1 is written nowhere.
+    """
+
+    kv_len: int
+    page: int
+    slot: int
+
+
+PADDING_RULES = {"reference": PaddingRule(kv_len=0, page=0, slot=-1)}
+"""Padding rule by backend. Output rows of a padded request are 0 under each of them."""
+
+
+class DecodeMetadata(NamedTuple):
+    """Views of a plan's buffers for one batch size.
+
+    Attributes:
+        qo_indptr: ``[B + 1]`` int32.
+        kv_indptr: ``[B + 1]`` int32.
+        kv_indices: ``[B * max_pages]`` int32; what is after ``kv_indptr[-1]`` is the padding rule's page.
+        kv_last_page_lens: ``[B]`` int32.
+        slot_mapping: ``[T]`` int64, where each new row goes.
+        positions: ``[T]`` int64, of each new row; 0 for a padded one.
+        seq_lens: ``[B]`` int32, rows of each request, the new ones included; 0 for a padded one.
+        backend_state: what the backend asks for.
+        max_seqlen_q: Q.
+        num_kv_splits: 0 for the backend's choice.
+        backend: name.
+    """
+
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    kv_last_page_lens: Tensor
+    slot_mapping: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    backend_state: tuple[Tensor, ...]
+    max_seqlen_q: int
+    num_kv_splits: int
+    backend: str
+
+
+class DecodePlan:
+    """The metadata of decode steps of up to ``max_batch_size`` requests.
+
+    Args:
+        config: dimensions.
+        max_batch_size: most requests of a step.
+        max_seq_len: most rows of a request, its new ones included.
+        query_len: Q, new tokens per request: 1, or 1 + drafted ones.
+        page_size: rows per page of the cache.
+        device: of the buffers.
+        dtype: of the queries.
+        backend: ``"auto"`` or a name.
+        num_kv_splits: 0 for the backend's choice.
+        debug: put a canary after each buffer, for :meth:`check_canaries`.
+
+    Attributes:
+        choice: the backend and the reason for it.
+        max_pages: columns of the widest block table, ``ceil(max_seq_len / page_size)``.
+
+    Raises:
+        ValueError: a size below 1; the message names it.
+        BackendUnavailableError: as :func:`mla_ops.backends.select.select`.
+    """
+
+    def __init__(
+        self,
+        config: MLAConfig,
+        *,
+        max_batch_size: int,
+        max_seq_len: int,
+        query_len: int = 1,
+        page_size: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        backend: str = "auto",
+        num_kv_splits: int = 0,
+        debug: bool = False,
+    ) -> None:
+        sizes = {
+            "max_batch_size": max_batch_size,
+            "max_seq_len": max_seq_len,
+            "query_len": query_len,
+            "page_size": page_size,
+        }
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if max_seq_len < query_len:
+            raise ValueError(f"max_seq_len must be at least query_len={query_len}, got {max_seq_len}")
+        self.max_batch_size = max_batch_size
+        self.max_seq_len = max_seq_len
+        self.query_len = query_len
+        self.page_size = page_size
+        self.num_kv_splits = num_kv_splits
+        self.device = torch.device(device)
+        self.choice: Choice = select(config, self.device, dtype, backend=backend)
+        self.padding = PADDING_RULES[self.choice.name]
+        self.max_pages = -(-max_seq_len // page_size)
+        self._guarded: dict[str, Tensor] = {}
+        self._debug = debug
+        batch, tokens, pages = max_batch_size, max_batch_size * query_len, max_batch_size * self.max_pages
+        self._kv_indptr = self._buffer("kv_indptr", batch + 1)
+        self._kv_indices = self._buffer("kv_indices", pages)
+        self._kv_last_page_lens = self._buffer("kv_last_page_lens", batch)
+        self._seq_lens = self._buffer("seq_lens", batch)
+        self._slot_mapping = self._buffer("slot_mapping", tokens, torch.int64)
+        self._positions = self._buffer("positions", tokens, torch.int64)
+        # Constants of the plan: made once, for an arange per step would be a kernel per step.
+        self._qo_indptr = torch.arange(batch + 1, dtype=torch.int32, device=self.device) * query_len
+        self._entry = torch.arange(pages, dtype=torch.int32, device=self.device)
+        self._query = torch.arange(query_len, dtype=torch.int32, device=self.device)
+        self._page_of = torch.arange(self.max_pages, dtype=torch.int32, device=self.device)
+        self._views: dict[int, DecodeMetadata] = {}
+        self.update(
+            torch.zeros(0, self.max_pages, dtype=torch.int32, device=self.device),
+            torch.zeros(0, dtype=torch.int32, device=self.device),
+        )
+
+    def _buffer(self, name: str, size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        # After the buffer only: the views must start their storage, for a compiled graph guards on the offset.
+        whole = torch.full((size + _CANARY_WIDTH * self._debug,), _CANARY, dtype=dtype, device=self.device)
+        self._guarded[name] = whole[size:]
+        return whole[:size]
+
+    @torch.no_grad()
+    def update(self, block_table: Tensor, seq_lens: Tensor) -> None:
+        """Describe the next step: the only writer of the buffers.
+
+        In place, on the current stream, without a synchronisation, so it can be captured with the step. Requests
+        from B up to ``max_batch_size`` are padded by :attr:`padding`.
+
+        Args:
+            block_table: ``[B, width]`` int32, page ids of each request, ``width <= max_pages``.
+            seq_lens: ``[B]`` int32, rows of each request after this step's ``query_len`` new ones; 0 for a request
+                that is not there. Values that ``block_table`` has no pages for are cut to what it has.
+
+        Raises:
+            ValueError, TypeError: a shape, dtype or device that does not fit the plan.
+        """
+        self._check_update(block_table, seq_lens)
+        batch, width = block_table.shape
+        if batch and not width:
+            batch = 0
+        lens = self._seq_lens
+        lens[:batch].copy_(seq_lens[:batch].clamp(0, width * self.page_size))
+        lens[batch:].zero_()
+        live = lens > 0
+        kv_lens = lens.clamp(min=self.padding.kv_len)
+        num_pages = (kv_lens + self.page_size - 1) // self.page_size
+        self._kv_indptr[:1].zero_()
+        torch.cumsum(num_pages, 0, dtype=torch.int32, out=self._kv_indptr[1:])
+        self._kv_last_page_lens.copy_(torch.where(kv_lens > 0, (kv_lens - 1) % self.page_size + 1, 0))
+
+        position = lens[:, None] - self.query_len + self._query  # [max_batch_size, Q]
+        written = (position >= 0) & live[:, None]
+        self._positions.copy_(position.where(written, 0).flatten())
+        if not batch:
+            self._kv_indices.fill_(self.padding.page)
+            self._slot_mapping.fill_(self.padding.slot)
+            return
+        request = torch.searchsorted(self._kv_indptr[1:], self._entry, right=True, out_int32=True)
+        request.clamp_(max=batch - 1)
+        column = (self._entry - self._kv_indptr[request]).clamp_(0, width - 1)
+        listed = (self._entry < self._kv_indptr[batch]) & live[request]
+        self._kv_indices.copy_(block_table[request, column].where(listed, self.padding.page))
+
+        page = block_table.gather(1, (position[:batch] // self.page_size).clamp(0, width - 1).long())
+        slot = page.long() * self.page_size + position[:batch] % self.page_size
+        tokens = batch * self.query_len
+        self._slot_mapping[:tokens].copy_(slot.where(written[:batch], self.padding.slot).flatten())
+        self._slot_mapping[tokens:].fill_(self.padding.slot)
+
+    def at(self, batch_size: int) -> DecodeMetadata:
+        """The views of the first ``batch_size`` requests: the same tensors at every call.
+
+        Raises:
+            ValueError: ``batch_size`` is not in ``1..max_batch_size``.
+        """
+        metadata = self._views.get(batch_size)
+        if metadata is None:
+            if not 1 <= batch_size <= self.max_batch_size:
+                raise ValueError(f"batch_size must be in 1..{self.max_batch_size} (the plan's), got {batch_size}")
+            tokens = batch_size * self.query_len
+            metadata = self._views[batch_size] = DecodeMetadata(
+                qo_indptr=self._qo_indptr[: batch_size + 1],
+                kv_indptr=self._kv_indptr[: batch_size + 1],
+                kv_indices=self._kv_indices[: batch_size * self.max_pages],
+                kv_last_page_lens=self._kv_last_page_lens[:batch_size],
+                slot_mapping=self._slot_mapping[:tokens],
+                positions=self._positions[:tokens],
+                seq_lens=self._seq_lens[:batch_size],
+                backend_state=(self._page_of,) if self.choice.name == "reference" else (),
+                max_seqlen_q=self.query_len,
+                num_kv_splits=self.num_kv_splits,
+                backend=self.choice.name,
+            )
+        return metadata
+
+    def check_canaries(self) -> None:
+        """Look whether anything wrote past a buffer. Synchronises; for tests and debugging.
+
+        Raises:
+            PlanError: a canary has changed (names the buffer), or the plan was made without ``debug=True``.
+        """
+        if not self._debug:
+            raise PlanError("this plan has no canaries; make it with debug=True")
+        for name, canary in self._guarded.items():
+            if not bool((canary == _CANARY).all()):
+                raise PlanError(f"something wrote past the plan's buffer {name}; run the step under a memory checker")
+
+    def _check_update(self, block_table: Tensor, seq_lens: Tensor) -> None:
+        for name, tensor, rank in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
+            if tensor.dim() != rank:
+                raise ValueError(f"{name} must be {rank}-D, got shape {tuple(tensor.shape)}")
+            if tensor.dtype != torch.int32:
+                raise TypeError(f"{name} must be int32, got {tensor.dtype}; convert it with .to(torch.int32)")
+            if tensor.device != self._seq_lens.device:
+                raise ValueError(f"{name} must be on the plan's device {self._seq_lens.device}, got {tensor.device}")
+        if block_table.shape[0] != seq_lens.shape[0]:
+            raise ValueError(
+                f"block_table must have a row per request ({seq_lens.shape[0]} in seq_lens), got {block_table.shape[0]}"
+            )
+        if seq_lens.shape[0] > self.max_batch_size:
+            raise ValueError(f"at most max_batch_size={self.max_batch_size} requests fit the plan, got {len(seq_lens)}")
+        if block_table.shape[1] > self.max_pages:
+            raise ValueError(
+                f"block_table must have at most max_pages={self.max_pages} columns, got {block_table.shape[1]}; "
+                "cut it, or make the plan with a larger max_seq_len"
+            )
+
+
+class PrefillChunk(NamedTuple):
+    """A share of every request's cached prefix.
+
+    Attributes:
+        cu_seqlens: ``[B + 1]`` int32, rows of each request in the chunk.
+        seq_starts: ``[B]`` int32, first of them.
+        num_tokens: rows of all requests.
+        max_seqlen: most rows of a request.
+    """
+
+    cu_seqlens: Tensor
+    seq_starts: Tensor
+    num_tokens: int
+    max_seqlen: int
+
+
+class PrefillPlan(NamedTuple):
+    """The metadata of one ragged prefill.
+
+    Attributes:
+        cu_seqlens_q: ``[B + 1]`` int32, new rows of each request.
+        max_seqlen_q: most new rows of a request.
+        slot_mapping: ``[T]`` int64, where each new row goes.
+        positions: ``[T]`` int64, of each new row.
+        kv_indptr: ``[B + 1]`` int32, entries of ``kv_indices`` of each request's cached prefix.
+        kv_indices: int32 pages of the prefixes.
+        kv_last_page_lens: ``[B]`` int32.
+        chunks: the prefixes, cut so that each chunk has about ``chunk_tokens`` rows; empty without prefixes.
+        backend: name.
+    """
+
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    slot_mapping: Tensor
+    positions: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    kv_last_page_lens: Tensor
+    chunks: tuple[PrefillChunk, ...]
+    backend: str
+
+    @classmethod
+    def make(
+        cls,
+        config: MLAConfig,
+        *,
+        query_lens: Sequence[int],
+        block_table: Tensor,
+        page_size: int,
+        dtype: torch.dtype,
+        prefix_lens: Sequence[int] | None = None,
+        chunk_tokens: int = 65536,
+        backend: str = "auto",
+    ) -> PrefillPlan:
+        """Plan a prefill of ``query_lens`` new tokens after ``prefix_lens`` cached ones.
+
+        Args:
+            config: dimensions.
+            query_lens: B lengths on the host.
+            block_table: ``[B, width]`` int32 page ids of each request; its device is the plan's.
+            page_size: rows per page of the cache.
+            dtype: of the queries.
+            prefix_lens: B lengths on the host; no cached prefix where ``None``.
+            chunk_tokens: rows of the prefixes that are expanded at a time, a page per request at least. The scratch
+                is ``chunk_tokens * num_heads * (qk_head_dim + v_head_dim)`` elements.
+            backend: ``"auto"`` or a name.
+
+        Raises:
+            ValueError: lengths that don't belong together, are negative, or have no pages in ``block_table``.
+            TypeError: ``block_table`` is not int32.
+        """
+        prefix_lens = [0] * len(query_lens) if prefix_lens is None else list(prefix_lens)
+        _check_prefill(query_lens, prefix_lens, block_table, page_size, chunk_tokens)
+        device = block_table.device
+        table = block_table.cpu()  # lengths and pages are the host's here: a prefill is planned, never captured
+        positions = [torch.arange(start, start + n) for start, n in zip(prefix_lens, query_lens, strict=True)]
+        slots = [table[b, p // page_size].long() * page_size + p % page_size for b, p in enumerate(positions)]
+        pages = [-(-n // page_size) for n in prefix_lens]
+        empty = torch.zeros(0, dtype=torch.int64)
+        return cls(
+            cu_seqlens_q=_cumulative(query_lens).to(device),
+            max_seqlen_q=max(query_lens, default=0),
+            slot_mapping=torch.cat([*slots, empty]).to(device),
+            positions=torch.cat([*positions, empty]).to(device),
+            kv_indptr=_cumulative(pages).to(device),
+            kv_indices=torch.cat([*(table[b, :n] for b, n in enumerate(pages)), empty.int()]).to(device),
+            kv_last_page_lens=torch.tensor([(n - 1) % page_size + 1 if n else 0 for n in prefix_lens]).int().to(device),
+            chunks=_prefix_chunks(prefix_lens, page_size, chunk_tokens, device),
+            backend=select(config, device, dtype, backend=backend).name,
+        )
+
+
+def _cumulative(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).int()
+
+
+def _prefix_chunks(
+    prefix_lens: Sequence[int], page_size: int, chunk_tokens: int, device: torch.device
+) -> tuple[PrefillChunk, ...]:
+    cached = sum(1 for n in prefix_lens if n)
+    if not cached:
+        return ()
+    width = max(chunk_tokens // cached // page_size * page_size, page_size)
+    chunks = []
+    for start in range(0, max(prefix_lens), width):
+        lengths = [max(0, min(n - start, width)) for n in prefix_lens]
+        starts = torch.full((len(prefix_lens),), start, dtype=torch.int32, device=device)
+        chunks.append(PrefillChunk(_cumulative(lengths).to(device), starts, sum(lengths), max(lengths)))
+    return tuple(chunks)
+
+
+def _check_prefill(
+    query_lens: Sequence[int], prefix_lens: Sequence[int], block_table: Tensor, page_size: int, chunk_tokens: int
+) -> None:
+    if block_table.dtype != torch.int32:
+        raise TypeError(f"block_table must be int32, got {block_table.dtype}; convert it with .to(torch.int32)")
+    for name, value in (("page_size", page_size), ("chunk_tokens", chunk_tokens)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if block_table.dim() != 2 or not len(query_lens) == len(prefix_lens) == block_table.shape[0]:
+        raise ValueError(
+            f"query_lens ({len(query_lens)}), prefix_lens ({len(prefix_lens)}) and block_table's rows "
+            f"{tuple(block_table.shape)} must be of the same requests"
+        )
+    room = block_table.shape[1] * page_size
+    for b, (new, cached) in enumerate(zip(query_lens, prefix_lens, strict=True)):
+        if new < 0 or cached < 0:
+            raise ValueError(f"lengths must not be negative, got query_lens[{b}]={new}, prefix_lens[{b}]={cached}")
+        if new + cached > room:
+            raise ValueError(f"request {b} has {new + cached} rows and block_table has pages for {room}")

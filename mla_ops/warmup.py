@@ -1,0 +1,276 @@
+"""What MLA needs warmed: the decode step of a model's attention, as units of :class:`capture.WarmupSpec`.
+
+Weights are inputs of every kernel and compiled graph, so random ones of the right shapes warm any checkpoint, and
+one compiled block serves all layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from capture import BuildOptions, CompiledFunctionUnit, GraphCaptureUnit, GraphRunner, Unit, VerifyUnit, WarmupSpec
+from mla_ops.backends.select import Choice, select
+from mla_ops.config import PRESETS, MLAConfig
+from mla_ops.kv_cache import PagedLatentCache
+from mla_ops.module import DeepseekMLA, compile_layers
+from mla_ops.ops import op_fingerprint
+from mla_ops.plan import DecodeMetadata, DecodePlan
+from mla_ops.validation import FLOAT8_DTYPES
+
+__all__ = ["DecodeStep", "MLABlock", "spec"]
+
+# Verification attends to a few pages per request: what differs between lengths shows around the page edges.
+_VERIFY_PAGES = 3
+
+
+class MLABlock(nn.Module):
+    """Norm, attention, residual: the part of a decoder layer that this package is about."""
+
+    def __init__(self, config: MLAConfig, *, device: torch.device | str | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=device, dtype=dtype)
+        self.self_attn = DeepseekMLA(config, device=device, dtype=dtype)
+
+    def forward(self, hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, plan: DecodeMetadata) -> Tensor:
+        """``[T, hidden_size]`` to ``[T, hidden_size]``; see :meth:`mla_ops.DeepseekMLA.forward`."""
+        attended: Tensor = self.self_attn(self.input_layernorm(hidden_states), positions, kv_cache, plan)
+        return hidden_states + attended
+
+
+class DecodeStep:
+    """The decode step of a stack of MLA layers, with all that it reads, and a runner for it.
+
+    The plan is updated inside the step, so that a captured graph starts from a block table and lengths.
+
+    Args:
+        config: dimensions of one rank.
+        options: sizes, dtypes, device.
+        num_layers: layers.
+        compiled: whether the layers share a compiled function.
+    """
+
+    def __init__(self, config: MLAConfig, options: BuildOptions, num_layers: int, *, compiled: bool) -> None:
+        device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
+        self.config, self.options = config, options
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.blocks = [self._random_block(device, dtype) for _ in range(num_layers)]
+        self.plan = DecodePlan(
+            config,
+            max_batch_size=max(options.batch_sizes),
+            max_seq_len=options.max_seq_len,
+            query_len=options.query_len,
+            page_size=options.page_size,
+            device=device,
+            dtype=dtype,
+            backend=options.backend,
+        )
+        self.pages_per_request = min(_VERIFY_PAGES, self.plan.max_pages)
+        self.cache = PagedLatentCache(
+            config,
+            num_layers=num_layers,
+            num_pages=max(options.batch_sizes) * self.pages_per_request + 1,
+            page_size=options.page_size,
+            dtype=_dtype("kv_dtype", options.kv_dtype or options.dtype),
+            device=device,
+        )
+        for layer in self.cache.layers:
+            # Through float32: fp8 tensors have no normal_
+            rows = torch.randn(layer.shape, device=device, generator=self.generator)
+            layer.copy_(rows)
+        self.run_blocks: list[Callable[..., Tensor]] = list(compile_layers(self.blocks) if compiled else self.blocks)
+
+    def __call__(self, hidden_states: Tensor, block_table: Tensor, seq_lens: Tensor) -> Tensor:
+        """hidden_states ``[B * query_len, hidden_size]``, block_table ``[B, max_pages]``, seq_lens ``[B]``."""
+        self.plan.update(block_table, seq_lens)
+        metadata = self.plan.at(seq_lens.shape[0])
+        for block, kv_cache in zip(self.run_blocks, self.cache.layers, strict=True):
+            hidden_states = block(hidden_states, metadata.positions, kv_cache, metadata)
+        return hidden_states
+
+    def inputs(self, batch_size: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Fresh valid inputs: random rows, lengths and pages; no page belongs to two requests."""
+        options, device, where = self.options, self.cache.layers[0].device, generator.device
+        tokens = batch_size * options.query_len
+        hidden = torch.randn(tokens, self.config.hidden_size, device=where, generator=generator)
+        pages = torch.randperm(self.cache.num_pages, device=where, generator=generator)
+        table = torch.zeros(batch_size, self.plan.max_pages, dtype=torch.int32, device=where)
+        table[:, : self.pages_per_request] = pages[: batch_size * self.pages_per_request].view(batch_size, -1)
+        longest = min(self.pages_per_request * options.page_size, options.max_seq_len)
+        lens = torch.randint(options.query_len, longest + 1, (batch_size,), device=where, generator=generator)
+        return {
+            "hidden_states": hidden.to(device, _dtype("dtype", options.dtype)),
+            "block_table": table.to(device),
+            "seq_lens": lens.to(device, torch.int32),
+        }
+
+    def poison(self, inputs: Mapping[str, Tensor]) -> None:
+        """NaN into every slot of the caches that a step over ``inputs`` must not read."""
+        page_size = self.options.page_size
+        table, lens = inputs["block_table"][:, : self.pages_per_request].long(), inputs["seq_lens"].long()
+        position = torch.arange(self.pages_per_request * page_size, device=lens.device)
+        slots = table[:, position // page_size] * page_size + position % page_size
+        used = torch.zeros(self.cache.num_pages * page_size, dtype=torch.bool, device=lens.device)
+        used[slots[position < lens[:, None]]] = True
+        for layer in self.cache.layers:
+            rows = layer.view(-1, layer.shape[-1])
+            if layer.dtype in FLOAT8_DTYPES:
+                nan = torch.full((), torch.nan, device=layer.device).to(layer.dtype).view(torch.uint8)
+                rows.view(torch.uint8).masked_fill_(~used[:, None], int(nan))
+            else:
+                rows.masked_fill_(~used[:, None], torch.nan)
+
+    def runner(self) -> GraphRunner:
+        """A runner of this step, not captured yet."""
+        return GraphRunner(
+            self,
+            batch_sizes=self.options.batch_sizes,
+            example_inputs=self.inputs(max(self.options.batch_sizes), self.generator),
+            batch_dims={"hidden_states": 0, "block_table": 0, "seq_lens": 0},
+            state={f"kv_cache of layer {i}": layer for i, layer in enumerate(self.cache.layers)},
+            make_inputs=self.inputs,
+            poison_state=self.poison,
+        )
+
+    def compile(self) -> None:
+        """Call the compiled block once, on a step of padded requests, which writes nothing."""
+        metadata = self.plan.at(1)
+        hidden_states = torch.zeros(
+            self.options.query_len, self.config.hidden_size, dtype=_dtype("dtype", self.options.dtype),
+            device=self.plan.device,
+        )  # fmt: skip
+        with torch.no_grad():
+            self.run_blocks[0](hidden_states, metadata.positions, self.cache.layers[0], metadata)
+
+    def _random_block(self, device: torch.device, dtype: torch.dtype) -> MLABlock:
+        block = MLABlock(self.config, device="meta", dtype=dtype).to_empty(device=device)
+        for name, parameter in block.named_parameters():
+            if name.endswith("norm.weight"):
+                nn.init.ones_(parameter)
+            else:
+                nn.init.normal_(parameter, std=0.02, generator=self.generator)
+        if _dtype("kv_dtype", self.options.kv_dtype or self.options.dtype) in FLOAT8_DTYPES:
+            block.self_attn.kv_scale = torch.ones(1, device=device)
+        return block.requires_grad_(False)
+
+
+@dataclass
+class _Resources:
+    """What the units work on; the runner is made when the first of them asks."""
+
+    step: DecodeStep
+    made: GraphRunner | None = None
+
+    def runner(self) -> GraphRunner:
+        if self.made is None:
+            self.made = self.step.runner()
+        return self.made
+
+
+def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> WarmupSpec:
+    """The units that warm up the MLA decode of a model.
+
+    Args:
+        model: a preset's name, the path of a Hugging Face ``config.json`` or its folder, or a config.
+        options: sizes, dtypes, device.
+
+    Raises:
+        ValueError: no such preset or file, or an option that does not fit the model.
+        BackendUnavailableError: the backend that was asked for cannot serve.
+    """
+    config, layers_of_model = _resolve_model(model)
+    config = config.shard(options.tp)
+    num_layers = options.layers or layers_of_model
+    if num_layers is None:
+        raise ValueError(f"{model} says nothing of layers; give a number of layers (--layers)")
+    device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
+    kv_dtype = _dtype("kv_dtype", options.kv_dtype or options.dtype)
+    choice = select(config, device, dtype, backend=options.backend)
+    compiler = _compiler_missing(device)
+    sizes = ",".join(map(str, sorted(options.batch_sizes)))
+    graphs = f"decode step, query_len {options.query_len}, {num_layers} layers, batch sizes {sizes}"
+    units: list[Unit] = []
+    if not compiler:
+        units.append(
+            CompiledFunctionUnit(
+                key=f"decode block, query_len {options.query_len}",
+                call=lambda resources: resources.step.compile(),
+            )
+        )
+    units.append(GraphCaptureUnit(key=f"graphs of the {graphs}", runner=_Resources.runner))
+    units.append(VerifyUnit(key=f"proof of the {graphs}", graphs=units[-1].key, runner=_Resources.runner))
+    return WarmupSpec(
+        name=str(model) if not isinstance(model, MLAConfig) else "MLA",
+        device=options.device,
+        backend=(choice.name, choice.reason + compiler),
+        fields=_fields(config, options, choice, dtype, kv_dtype),
+        setup=lambda: _Resources(DecodeStep(config, options, num_layers, compiled=not compiler)),
+        units=tuple(units),
+    )
+
+
+def _fields(
+    config: MLAConfig, options: BuildOptions, choice: Choice, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> dict[str, Any]:
+    return {
+        "op_schemas": op_fingerprint(),
+        "sources": _source_hash(),
+        "config": config.to_dict(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "kv_dtype": str(kv_dtype).removeprefix("torch."),
+        "backend": choice.name,
+        "query_len": options.query_len,
+        "page_size": options.page_size,
+        "max_seq_len": options.max_seq_len,
+    }
+
+
+def _source_hash() -> str:
+    """Hash of what is traced into a compiled block."""
+    folder, digest = Path(__file__).parent, hashlib.sha256()
+    for traced in ("functional.py", "module.py", "plan.py", "rope.py", "warmup.py"):
+        digest.update((folder / traced).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _resolve_model(model: str | os.PathLike[str] | MLAConfig) -> tuple[MLAConfig, int | None]:
+    if isinstance(model, MLAConfig):
+        return model, None
+    if str(model) in PRESETS:
+        return PRESETS[str(model)], _LAYERS_OF_PRESET[str(model)]
+    path = Path(model)
+    if not path.exists():
+        raise ValueError(f"model must be a preset ({', '.join(sorted(PRESETS))}) or a config.json, got {str(model)!r}")
+    return MLAConfig.from_hf(path), MLAConfig.num_layers_of_hf(path)
+
+
+_LAYERS_OF_PRESET = {
+    "deepseek-v2-lite": 27,
+    "deepseek-v2": 60,
+    "deepseek-v3": 61,
+    "kimi-k2": 61,
+    "mistral-small-4": 36,
+    "minicpm3": 62,
+}
+
+
+def _dtype(name: str, value: str) -> torch.dtype:
+    dtype = getattr(torch, value, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"{name} must name a floating torch dtype, such as bfloat16, got {value!r}")
+    return dtype
+
+
+def _compiler_missing(device: torch.device) -> str:
+    """Why nothing can be compiled for ``device`` here, as the tail of a sentence; "" where it can."""
+    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "g++"))):
+        return "; the block is not compiled, because this machine has no C++ compiler (install g++)"
+    return ""

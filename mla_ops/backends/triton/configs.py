@@ -73,8 +73,10 @@ DECODE: Mapping[tuple[str, int, str], DecodeConfig] = MappingProxyType(
         ("sm_90", 32, "fp8"): DecodeConfig(32, 64, 4, 2),
         ("sm_90", 64, "fp8"): DecodeConfig(64, 64, 8, 2),
         ("gfx942", 16, "half"): DecodeConfig(16, 32, 4, 1, 2, extra=_GFX942),
+        ("gfx942", 32, "half"): DecodeConfig(32, 32, 4, 1, extra=_GFX942),
         ("gfx942", 16, "fp8"): DecodeConfig(16, 32, 4, 1, 2, extra=_GFX942),
         ("gfx950", 16, "half"): DecodeConfig(16, 32, 4, 1, 2, extra=_GFX950),
+        ("gfx950", 32, "half"): DecodeConfig(32, 32, 4, 1, extra=_GFX950),
         ("gfx950", 16, "fp8"): DecodeConfig(16, 32, 4, 1, 2, extra=_GFX950),
         ("*", 16, "half"): DecodeConfig(16, 32, 4, 1, 2),
         ("*", 16, "fp8"): DecodeConfig(16, 32, 4, 1, 2),
@@ -84,7 +86,7 @@ DECODE: Mapping[tuple[str, int, str], DecodeConfig] = MappingProxyType(
 
 PREFILL: Mapping[tuple[str, str], PrefillConfig] = MappingProxyType(
     {
-        ("sm_90", "half"): PrefillConfig(128, 128, 8, 2, descriptors=True),
+        ("sm_90", "half"): PrefillConfig(128, 64, 8, 4, descriptors=True),
         ("gfx942", "half"): PrefillConfig(128, 64, 4, 1, extra=_GFX942),
         ("gfx950", "half"): PrefillConfig(128, 64, 4, 1, extra=_GFX950),
         ("*", "half"): PrefillConfig(64, 32, 4, 1),

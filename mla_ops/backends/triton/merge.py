@@ -52,7 +52,7 @@ def _weighted(out, lse, total, cell, mask, row, live):
     part = tl.load(lse + row, mask=live, other=-float("inf"))
     empty = part == -float("inf")
     value = tl.load(out + cell, mask=mask & (part != -float("inf"))[:, None], other=0.0).to(tl.float32)
-    return value * tl.where(empty, 0.0, tl.exp(part - total))[:, None]
+    return value * tl.exp(part - tl.where(empty, 0.0, total))[:, None]
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,15 @@ import mla_ops.ops  # noqa: F401  (registers the ops)
 from benchmarks.common import measure, measure_ceilings, print_table, relative_error
 from benchmarks.inputs import SCALE, DecodeInputs, decode_inputs, input_sets
 
-SHAPES = ((16, 1, 32768), (16, 32, 4096), (16, 128, 4096), (32, 32, 4096), (128, 1, 32768), (128, 32, 4096), (128, 128, 4096))
+SHAPES = (
+    (16, 1, 32768),
+    (16, 32, 4096),
+    (16, 128, 4096),
+    (32, 32, 4096),
+    (128, 1, 32768),
+    (128, 32, 4096),
+    (128, 128, 4096),
+)
 """Heads, batch, keys of a request."""
 RAGGED = (16, [128 * (1 + i * i % 97) for i in range(128)])
 
@@ -56,22 +65,16 @@ def flash_mla(step: DecodeInputs) -> Call:
 
 def aiter_triton(step: DecodeInputs) -> Call:
     """AITER's portable decode, from a source tree on ``sys.path``."""
-    module = importlib.import_module("aiter.ops.triton.attention.mla_decode")
-    splits = 8
-    length = max(step.lens)
-    requests, heads, _ = step.q.shape
-    page_size = step.kv_cache.shape[1]
-    token = torch.arange(length, device="cuda")
-    slots = torch.cat([row[token // page_size] * page_size + token % page_size for row in step.block_table])
-    indptr = torch.arange(requests + 1, dtype=torch.int32, device="cuda") * length
-    kv = step.kv_cache.view(-1, 1, step.kv_cache.shape[2])
-    out = torch.empty(requests, heads, step.rank, device="cuda", dtype=step.q.dtype)
-    logits = torch.empty(requests, heads, splits, step.rank + 1, device="cuda")
+    module = importlib.import_module("aiter.ops.triton.attention.mla")
+    lens = torch.tensor(step.lens, dtype=torch.int32, device="cuda")
+    out = torch.full((*step.q.shape[:2], step.rank), torch.nan, device="cuda", dtype=step.q.dtype)
+    kv = step.kv_cache.unsqueeze(2)
 
     def call() -> Tensor:
-        module.decode_attention_fwd_grouped(
-            step.q, kv, kv[..., : step.rank], out, indptr, slots.int(), step.rank, 0, logits, splits, SCALE, 0.0
-        )
+        module.mla_decode_fwd(
+            step.q, kv, out, step.qo_indptr, lens, max(step.lens), step.block_table, SCALE, step.rank,
+            step.q.shape[2] - step.rank, True, None, None,
+        )  # fmt: skip
         return out
 
     return call
@@ -106,10 +109,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.aiter:
+        os.environ["AITER_TRITON_ONLY"] = "1"
         sys.path.insert(0, args.aiter)
     peers = {"mla_ops triton": ours}
     if not args.fp8:
-        peers |= {"FlashMLA": flash_mla, "AITER Triton": aiter_triton}
+        peers |= {"FlashMLA": flash_mla}
+    if args.aiter and not args.fp8:
+        peers |= {"AITER Triton": aiter_triton}
     ceilings = measure_ceilings()
     rows = []
     for heads, lens in [*((h, [n] * b) for h, b, n in SHAPES), RAGGED]:

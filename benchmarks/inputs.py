@@ -73,15 +73,18 @@ def decode_inputs(
     scale = torch.full((1,), 0.02, device=device) if fp8 else None
     if scale is not None:
         kv_cache = (kv_cache / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-    int32 = {"dtype": torch.int32, "device": device}
+
+    def int32(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
     return DecodeInputs(
         lens=lens,
         q=torch.randn(len(lens), heads, rank + rope, device=device, dtype=dtype),
         kv_cache=kv_cache,
-        qo_indptr=torch.arange(len(lens) + 1, **int32),  # type: ignore[call-overload]
-        kv_indptr=torch.tensor(indptr, **int32),  # type: ignore[call-overload]
+        qo_indptr=int32(list(range(len(lens) + 1))),
+        kv_indptr=int32(indptr),
         kv_indices=kv_indices,
-        kv_last_page_lens=torch.tensor([(n - 1) % page_size + 1 for n in lens], **int32),  # type: ignore[call-overload]
+        kv_last_page_lens=int32([(n - 1) % page_size + 1 for n in lens]),
         block_table=block_table,
         kv_scale=scale,
         rank=rank,

@@ -1,6 +1,6 @@
 """Causal MLA prefill, qk 192 and v 128: ours, FA3, cuDNN and flex_attention in one run.
 
-    python -m benchmarks.prefill [--json]
+python -m benchmarks.prefill [--json]
 """
 
 from __future__ import annotations
@@ -28,9 +28,14 @@ Call = Callable[[], Tensor]
 
 def ours(step: PrefillInputs) -> Call:
     """``mla_prefill`` of the Triton backend."""
-    return lambda: torch.ops.mla_ops.mla_prefill(
-        step.q, step.k, step.v, step.cu_seqlens, step.cu_seqlens, step.length, step.length, SCALE, True, "triton"
-    )[0]
+
+    def call() -> Tensor:
+        out: Tensor = torch.ops.mla_ops.mla_prefill(
+            step.q, step.k, step.v, step.cu_seqlens, step.cu_seqlens, step.length, step.length, SCALE, True, "triton"
+        )[0]
+        return out
+
+    return call
 
 
 def flash_attention_3(step: PrefillInputs) -> Call:
@@ -42,7 +47,8 @@ def flash_attention_3(step: PrefillInputs) -> Call:
             step.q, step.k, step.v, step.cu_seqlens, step.cu_seqlens, step.length, step.length,
             softmax_scale=SCALE, causal=True,
         )  # fmt: skip
-        return out[0] if isinstance(out, tuple) else out
+        rows: Tensor = out[0] if isinstance(out, tuple) else out
+        return rows
 
     return call
 
@@ -67,7 +73,7 @@ def flex(step: PrefillInputs) -> Call:
     module = importlib.import_module("torch.nn.attention.flex_attention")
     q, k, v = _batched(step)
     mask = module.create_block_mask(lambda b, h, row, key: row >= key, None, None, step.length, step.length)
-    attend = torch.compile(module.flex_attention)
+    attend: Callable[..., Tensor] = torch.compile(module.flex_attention)
     return lambda: attend(q, k, v, block_mask=mask, scale=SCALE).transpose(1, 2).flatten(0, 1)
 
 

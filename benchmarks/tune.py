@@ -1,7 +1,7 @@
 """Time candidate launch configurations and print the best as rows for mla_ops/backends/triton/configs.py.
 
-    python benchmarks/tune.py decode --heads 16 --batch 128 --kv-len 4096
-    python benchmarks/tune.py prefill --heads 128 --length 16384
+python benchmarks/tune.py decode --heads 16 --batch 128 --kv-len 4096
+python benchmarks/tune.py prefill --heads 128 --length 16384
 """
 
 from __future__ import annotations

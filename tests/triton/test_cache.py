@@ -8,9 +8,7 @@ from kernel_cases import assert_close_to_reference, paged
 
 
 # The interpreter rounds to fp8 in a way of its own.
-@pytest.mark.parametrize(
-    "fp8", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["same-dtype", "fp8"]
-)
+@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["same-dtype", "fp8"])
 @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (256, 32), (512, 0)])
 def test_write_stores_what_the_reference_stores(rank: int, rope: int, fp8: bool, device: torch.device) -> None:
     latent = torch.randn(6, rank + rope, device=device).half()

@@ -44,6 +44,14 @@ def test_requests_share_pages(device: torch.device) -> None:
     check_decode(case)
 
 
+def test_rows_of_the_cache_apart_from_each_other(device: torch.device) -> None:
+    case = paged([5, 100], 16, 16, 256, 64, device, torch.float16)
+    wide = torch.full((*case.kv_cache.shape[:2], 331), torch.nan, device=device, dtype=torch.float16)
+    wide[..., 3:323] = case.kv_cache
+    case.kv_cache = wide[..., 3:323]
+    check_decode(case)
+
+
 def test_no_request_has_keys(device: torch.device) -> None:
     out, lse = paged([0, 40], 16, 16, 256, 32, device).decode("triton")
     assert not out[0].any()

@@ -1,4 +1,4 @@
-"""What only a GPU can show: bf16, Hopper's kernels, graphs at other lengths, and that nothing compiles while serving."""
+"""What only a GPU can show: bf16, Hopper, graphs at other lengths, and that nothing compiles while serving."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def _repeat(case: Paged, requests: int) -> Paged:
     pages = int(case.kv_indptr[1])
     indptr = torch.arange(requests + 1, dtype=torch.int32, device=CUDA)
     return Paged(
-        case.q[:1].repeat(requests, 1, 1), case.kv_cache, indptr, indptr * pages, case.kv_indices[:pages].repeat(requests),
+        case.q[:1].repeat(requests, 1, 1), case.kv_cache, indptr, indptr * pages,
+        case.kv_indices[:pages].repeat(requests),
         case.kv_last_page_lens[:1].repeat(requests), 1, case.rank,
     )  # fmt: skip
 

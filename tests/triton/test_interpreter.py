@@ -18,7 +18,18 @@ FILES = ("test_cache.py", "test_decode.py", "test_ops.py", "test_prefill.py")
 @pytest.mark.parametrize("file", FILES)
 def test_under_the_interpreter(file: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-m",
+            "not gpu",
+            "-p",
+            "no:cacheprovider",
+            str(Path(__file__).with_name(file)),
+        ],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -25,9 +25,7 @@ def write_latent_cache(
     write_launch(kv_c, k_pe, kv_cache, slot_mapping, kv_scale).run()
 
 
-def write_launch(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None
-) -> Launch:
+def write_launch(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> Launch:
     """The launch of a cache write: one program a token."""
     num_pages, page_size, _ = kv_cache.shape
     args = {

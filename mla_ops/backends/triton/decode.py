@@ -52,8 +52,7 @@ def mla_decode(
         BackendUnavailableError: float64, or a width that is no power of two.
     """
     _require_supported(q, kv_lora_rank, softmax_scale)
-    arch = arch_of(q)
-    config = decode_config(arch, max_seqlen_q * q.shape[1], output_dtype(q), kv_cache.dtype)
+    config = _config(q, kv_cache, max_seqlen_q * q.shape[1], kv_lora_rank)
     out = q.new_empty(q.shape[0], q.shape[1], kv_lora_rank, dtype=output_dtype(q))
     lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
     for launch in decode_launches(
@@ -86,10 +85,8 @@ def decode_launches(
     num_requests = kv_last_page_lens.shape[0]
     rows = max_seqlen_q * num_heads
     tiles = -(-rows // config.block_m)
-    if num_kv_splits:
-        programs = num_kv_splits * num_requests
-    else:
-        programs = max(1, units * config.programs_per_unit // tiles)
+    share = units * config.programs_per_unit // tiles
+    programs = num_kv_splits * num_requests if num_kv_splits else max(1, share)
     part_out = q.new_empty(tiles, programs, 2, config.block_m, rank, dtype=torch.float32)
     part_lse = q.new_empty(tiles, programs, 2, config.block_m, dtype=torch.float32)
     spans = q.new_empty(tiles, num_requests, 2, dtype=torch.int32)
@@ -141,6 +138,15 @@ def decode_launches(
         {"num_warps": 4},
     )
     return decode, merge
+
+
+def _config(q: Tensor, kv_cache: Tensor, rows: int, rank: int) -> DecodeConfig:
+    """The table's row, or the portable one where the rows of the cache are not of 16-byte pieces or too short."""
+    config = decode_config(arch_of(q), rows, output_dtype(q), kv_cache.dtype)
+    aligned = not (kv_cache.data_ptr() % 16 or kv_cache.stride(0) % 16 or kv_cache.stride(1) % 16)
+    if config.kernel == "portable" or (aligned and rank >= 64):
+        return config
+    return decode_config("*", rows, output_dtype(q), kv_cache.dtype)
 
 
 def _require_supported(q: Tensor, rank: int, softmax_scale: float) -> None:

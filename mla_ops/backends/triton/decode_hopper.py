@@ -183,7 +183,9 @@ def decode_hopper_kernel(
         row = first_row + gl.arange(0, BLOCK_M, io_rows)
         q_row = q + (first_token + row // num_heads).to(gl.int64) * stride_token + (row % num_heads) * stride_head
         live = (row < rows)[:, None]
-        q_c.store(gl.load(q_row[:, None] + gl.arange(0, R, gl.SliceLayout(0, io_layout))[None, :], mask=live, other=0.0))
+        q_c.store(
+            gl.load(q_row[:, None] + gl.arange(0, R, gl.SliceLayout(0, io_layout))[None, :], mask=live, other=0.0)
+        )
         if P > 0:
             rope = R + gl.arange(0, P, gl.SliceLayout(0, io_layout))
             q_r.store(gl.load(q_row[:, None] + rope[None, :], mask=live, other=0.0))

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""The decode kernel for 16- and 32-row tiles on Hopper, in Gluon. Same arguments, meaning and plan as ``decode_kernel``.
+"""The decode kernel for narrow tiles on Hopper, in Gluon. Same arguments, meaning and plan as ``decode_kernel``.
 
 Both products are turned round: keys and latent columns are the rows of the matrix instruction, query rows its
 columns. So a tile of 16 rows uses whole 64-row instructions that take both operands from shared memory, and the
@@ -14,24 +14,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from mla_ops.backends.triton.decode_hopper import (
-    LN_2, _barrier, _locate, _request_lengths, _rows_of_block, _start_copy, _tile_blocks,
+    LN_2,
+    _barrier,
+    _locate,
+    _request_lengths,
+    _rows_of_block,
+    _start_copy,
+    _tile_blocks,
 )
 
 __all__ = ["decode_hopper_narrow_kernel"]
-
-
-@gluon.jit
-def _locate_keys(
-    qo_indptr, kv_indptr, kv_last_page_lens, position, num_requests, first_row, num_heads, max_seqlen_q,
-    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
-):  # fmt: skip
-    """Of the request that has the block at ``position``: first and end position, keys, place in the page list."""
-    request, before = _locate(
-        qo_indptr, kv_indptr, kv_last_page_lens, position, num_requests, first_row, num_heads, max_seqlen_q,
-        PAGE_SIZE, BLOCK_N, CHUNK,
-    )  # fmt: skip
-    _, keys = _request_lengths(qo_indptr, kv_indptr, kv_last_page_lens, request, True, PAGE_SIZE)
-    return before, before + (keys + BLOCK_N - 1) // BLOCK_N, keys, gl.load(kv_indptr + request)
 
 
 @gluon.jit(do_not_specialize=["softmax_scale_log2", "num_requests", "num_heads", "max_seqlen_q"])
@@ -82,26 +74,6 @@ def decode_hopper_narrow_kernel(
     kv_r = gl.allocate_shared_memory(dtype, [2, BLOCK_N, P if P > 0 else 64], rope_shared)
     weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(min(BLOCK_M * 2, 128), 16, 2))
 
-    # Blocks are fetched two ahead of the one in work, over the borders of requests.
-    start = position
-    fetched = position
-    until = position
-    fetch_before = 0
-    fetch_keys = 0
-    fetch_page = 0
-    for ahead in gl.static_range(2):
-        if (fetched >= until) & (fetched < end):
-            fetch_before, until, fetch_keys, fetch_page = _locate_keys(
-                qo_indptr, kv_indptr, kv_last_page_lens, fetched, num_requests, first_row, num_heads, max_seqlen_q,
-                PAGE_SIZE, BLOCK_N, CHUNK,
-            )  # fmt: skip
-        address, there = _rows_of_block(
-            kv_cache, kv_indices + fetch_page, fetched - fetch_before, gl.where(fetched < end, fetch_keys, 0),
-            stride_page, stride_row, PAGE_SIZE, BLOCK_N, kv_layout,
-        )  # fmt: skip
-        _start_copy(kv_c.index(ahead), kv_r.index(ahead), address, there, R, P, kv_layout)
-        fetched += 1
-
     while position < end:
         request, before = _locate(
             qo_indptr, kv_indptr, kv_last_page_lens, position, num_requests, first_row, num_heads, max_seqlen_q,
@@ -113,11 +85,20 @@ def decode_hopper_narrow_kernel(
         high = gl.minimum(num_blocks, end - before)
         first_token = gl.load(qo_indptr + request)
         rows = gl.minimum(queries, max_seqlen_q) * num_heads
+        table = kv_indices + gl.load(kv_indptr + request)
+        stop = gl.minimum(keys, high * BLOCK_N)
+        for ahead in gl.static_range(2):
+            address, there = _rows_of_block(
+                kv_cache, table, low + ahead, stop, stride_page, stride_row, PAGE_SIZE, BLOCK_N, kv_layout
+            )
+            _start_copy(kv_c.index(ahead), kv_r.index(ahead), address, there, R, P, kv_layout)
 
         row = first_row + gl.arange(0, BLOCK_M, io_rows)
         q_row = q + (first_token + row // num_heads).to(gl.int64) * stride_token + (row % num_heads) * stride_head
         live = (row < rows)[:, None]
-        q_c.store(gl.load(q_row[:, None] + gl.arange(0, R, gl.SliceLayout(0, io_layout))[None, :], mask=live, other=0.0))
+        q_c.store(
+            gl.load(q_row[:, None] + gl.arange(0, R, gl.SliceLayout(0, io_layout))[None, :], mask=live, other=0.0)
+        )
         if P > 0:
             rope = R + gl.arange(0, P, gl.SliceLayout(0, io_layout))
             q_r.store(gl.load(q_row[:, None] + rope[None, :], mask=live, other=0.0))
@@ -127,7 +108,7 @@ def decode_hopper_narrow_kernel(
         sums = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
         values = gl.zeros([R, BLOCK_M], gl.float32, s_layout)
         for block in range(low, high):
-            place = (before + block - start) % 2
+            place = (block - low) % 2
             async_copy.wait_group(1)
             fence_async_shared()
             _barrier()
@@ -135,16 +116,9 @@ def decode_hopper_narrow_kernel(
             scores = warpgroup_mma(kv_c.index(place), q_c.permute((1, 0)), scores, use_acc=False, is_async=True)
             if P > 0:
                 scores = warpgroup_mma(kv_r.index(place), q_r.permute((1, 0)), scores, is_async=True)
-            if (fetched >= until) & (fetched < end):
-                fetch_before, until, fetch_keys, fetch_page = _locate_keys(
-                    qo_indptr, kv_indptr, kv_last_page_lens, fetched, num_requests, first_row, num_heads,
-                    max_seqlen_q, PAGE_SIZE, BLOCK_N, CHUNK,
-                )  # fmt: skip
             address, there = _rows_of_block(
-                kv_cache, kv_indices + fetch_page, fetched - fetch_before, gl.where(fetched < end, fetch_keys, 0),
-                stride_page, stride_row, PAGE_SIZE, BLOCK_N, kv_layout,
-            )  # fmt: skip
-            fetched += 1
+                kv_cache, table, block + 2, stop, stride_page, stride_row, PAGE_SIZE, BLOCK_N, kv_layout
+            )
             logits = warpgroup_mma_wait(0, deps=[scores])
             key = block * BLOCK_N + gl.arange(0, BLOCK_N, keys_of)
             logits = gl.where(key[:, None] < visible[None, :], logits, -float("inf"))
@@ -162,6 +136,7 @@ def decode_hopper_narrow_kernel(
             values = warpgroup_mma(kv_c.index(place).permute((1, 0)), weights, values)
             _barrier()
             _start_copy(kv_c.index(place), kv_r.index(place), address, there, R, P, kv_layout)
+        async_copy.wait_group(0)
 
         l = gl.sum(sums, 0)
         l = gl.where(l == 0.0, 1.0, l)  # of a row that sees no key: values are 0 and m -inf

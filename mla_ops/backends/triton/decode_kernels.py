@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, attr-defined"
 """Kernels of :mod:`mla_ops.backends.triton.decode`.
 
 A *tile* is BLOCK_M of a request's rows, a row being a (query, head) pair: row = query * H + head. A *block* is

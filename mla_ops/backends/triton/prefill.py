@@ -248,11 +248,13 @@ def prefill_kernel(
             acc = tl.zeros([BLOCK_M, V], tl.float32)
             m, l, acc = _attend(
                 q_w, q_n, m, l, acc, k_head, v_head, k_wide, k_narrow, v_tiles, 0, unmasked, keys, visible,
-                softmax_scale_log2, stride_k, stride_v, first_k, head * stride_k_head, head * stride_v_head, WIDE, NARROW, V, BLOCK_N, False, PRECISION,
+                softmax_scale_log2, stride_k, stride_v, first_k, head * stride_k_head, head * stride_v_head,
+                WIDE, NARROW, V, BLOCK_N, False, PRECISION,
             )  # fmt: skip
             m, l, acc = _attend(
                 q_w, q_n, m, l, acc, k_head, v_head, k_wide, k_narrow, v_tiles, unmasked, end, keys, visible,
-                softmax_scale_log2, stride_k, stride_v, first_k, head * stride_k_head, head * stride_v_head, WIDE, NARROW, V, BLOCK_N, True, PRECISION,
+                softmax_scale_log2, stride_k, stride_v, first_k, head * stride_k_head, head * stride_v_head,
+                WIDE, NARROW, V, BLOCK_N, True, PRECISION,
             )  # fmt: skip
             l = tl.where(l == 0.0, 1.0, l)  # of a row that sees no key: acc is 0 and m -inf
             acc = acc / l[:, None]

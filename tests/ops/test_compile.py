@@ -320,7 +320,7 @@ def test_compiled_layers_keep_no_copy_of_the_weights() -> None:
 def test_compile_layers_refuses_what_is_not_one_kind_of_layer(layers: Any) -> None:
     if layers:
         layers = [DeepseekMLA(CONFIG), DeepseekMLA(CONFIG.shard(3))]
-    with pytest.raises(ValueError, match="layers must be one or more of one config"):
+    with pytest.raises(ValueError, match="layers must be one or more of one kind and shape"):
         compile_layers(layers)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from importlib import import_module
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from mla_ops.backends.select import Choice, select
 from mla_ops.config import MLAConfig
 from mla_ops.errors import PlanError
 
-__all__ = ["PADDING_RULES", "DecodeMetadata", "DecodePlan", "PaddingRule", "PrefillChunk", "PrefillPlan"]
+__all__ = ["PADDING_RULES", "DecodeMetadata", "DecodePlan", "DecodeState", "PaddingRule", "PrefillChunk", "PrefillPlan"]
 
+# Backends that plan buffers of their own.
+_STATEFUL = {"flash_mla": "mla_ops.backends.flash_mla"}
 _CANARY = -0x5EED5EED
 _CANARY_WIDTH = 32
 
@@ -40,8 +43,18 @@ class PaddingRule:
     slot: int
 
 
-PADDING_RULES = dict.fromkeys(("reference", "triton"), PaddingRule(kv_len=0, page=0, slot=-1))
+PADDING_RULES = dict.fromkeys(("flash_mla", "reference", "triton"), PaddingRule(kv_len=0, page=0, slot=-1))
 """Padding rule by backend. Output rows of a padded request are 0 under each of them."""
+
+
+class DecodeState(Protocol):
+    """What a backend plans beside the page lists: static buffers of its own, made by its ``make_decode_state``."""
+
+    def update(self, batch_size: int, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_lens: Tensor) -> None:
+        """Rewrite them for the plan's page lists: in place, on the current stream, without a synchronisation."""
+
+    def at(self, batch_size: int) -> tuple[Tensor, ...]:
+        """The ``backend_state`` of the first ``batch_size`` requests: the same tensors at every call."""
 
 
 class DecodeMetadata(NamedTuple):
@@ -85,6 +98,7 @@ class DecodePlan:
         page_size: rows per page of the cache.
         device: of the buffers.
         dtype: of the queries.
+        kv_dtype: of the cache; ``dtype`` where ``None``.
         backend: ``"auto"`` or a name.
         num_kv_splits: 0 for the backend's choice.
         debug: put a canary after each buffer, for :meth:`check_canaries`.
@@ -108,6 +122,7 @@ class DecodePlan:
         page_size: int,
         device: torch.device | str,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
         backend: str = "auto",
         num_kv_splits: int = 0,
         debug: bool = False,
@@ -129,7 +144,9 @@ class DecodePlan:
         self.page_size = page_size
         self.num_kv_splits = num_kv_splits
         self.device = torch.device(device)
-        self.choice: Choice = select(config, self.device, dtype, backend=backend)
+        self.choice: Choice = select(
+            config, self.device, dtype, backend=backend, page_size=page_size, kv_dtype=kv_dtype
+        )
         self.padding = PADDING_RULES[self.choice.name]
         self.max_pages = -(-max_seq_len // page_size)
         self._guarded: dict[str, Tensor] = {}
@@ -147,6 +164,15 @@ class DecodePlan:
         self._query = torch.arange(query_len, dtype=torch.int32, device=self.device)
         self._page_of = torch.arange(self.max_pages, dtype=torch.int32, device=self.device)
         self._views: dict[int, DecodeMetadata] = {}
+        self._state: DecodeState | None = None
+        if self.choice.name in _STATEFUL:
+            self._state = import_module(_STATEFUL[self.choice.name]).make_decode_state(
+                config,
+                max_batch_size=max_batch_size,
+                max_pages=self.max_pages,
+                query_len=query_len,
+                device=self.device,
+            )
         self.update(
             torch.zeros(0, self.max_pages, dtype=torch.int32, device=self.device),
             torch.zeros(0, dtype=torch.int32, device=self.device),
@@ -174,6 +200,11 @@ class DecodePlan:
             ValueError, TypeError: a shape, dtype or device that does not fit the plan.
         """
         self._check_update(block_table, seq_lens)
+        self._write_lists(block_table, seq_lens)
+        if self._state is not None:
+            self._state.update(len(seq_lens), self._kv_indptr, self._kv_indices, self._kv_last_page_lens)
+
+    def _write_lists(self, block_table: Tensor, seq_lens: Tensor) -> None:
         batch, width = block_table.shape
         if batch and not width:
             batch = 0
@@ -209,14 +240,21 @@ class DecodePlan:
     def at(self, batch_size: int) -> DecodeMetadata:
         """The views of the first ``batch_size`` requests: the same tensors at every call.
 
+        Call it after each :meth:`update`: some backends plan for a number of requests, and then bring that of another
+        number than the update's up to date here, by a launch.
+
         Raises:
             ValueError: ``batch_size`` is not in ``1..max_batch_size``.
         """
         metadata = self._views.get(batch_size)
-        if metadata is None:
+        if metadata is not None:
+            if self._state is not None:
+                self._state.at(batch_size)
+        else:
             if not 1 <= batch_size <= self.max_batch_size:
                 raise ValueError(f"batch_size must be in 1..{self.max_batch_size} (the plan's), got {batch_size}")
-            tokens = batch_size * self.query_len
+            tokens, state = batch_size * self.query_len, self._state
+            reference = (self._page_of,) if self.choice.name == "reference" else ()
             metadata = self._views[batch_size] = DecodeMetadata(
                 qo_indptr=self._qo_indptr[: batch_size + 1],
                 kv_indptr=self._kv_indptr[: batch_size + 1],
@@ -225,7 +263,7 @@ class DecodePlan:
                 slot_mapping=self._slot_mapping[:tokens],
                 positions=self._positions[:tokens],
                 seq_lens=self._seq_lens[:batch_size],
-                backend_state=(self._page_of,) if self.choice.name == "reference" else (),
+                backend_state=reference if state is None else state.at(batch_size),
                 max_seqlen_q=self.query_len,
                 num_kv_splits=self.num_kv_splits,
                 backend=self.choice.name,

@@ -71,6 +71,7 @@ class DecodeStep:
             page_size=options.page_size,
             device=device,
             dtype=dtype,
+            kv_dtype=_dtype("kv_dtype", options.kv_dtype or options.dtype),
             backend=options.backend,
         )
         self.pages_per_request = min(_VERIFY_PAGES, self.plan.max_pages)
@@ -193,7 +194,7 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
         raise ValueError(f"{model} says nothing of layers; give a number of layers (--layers)")
     device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
     kv_dtype = _dtype("kv_dtype", options.kv_dtype or options.dtype)
-    choice = select(config, device, dtype, backend=options.backend)
+    choice = select(config, device, dtype, backend=options.backend, page_size=options.page_size, kv_dtype=kv_dtype)
     compiler = _compiler_missing(device)
     sizes = ",".join(map(str, sorted(options.batch_sizes)))
     graphs = f"decode step, query_len {options.query_len}, {num_layers} layers, batch sizes {sizes}"

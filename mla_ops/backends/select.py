@@ -13,7 +13,7 @@ from mla_ops.errors import BackendUnavailableError
 
 __all__ = ["BACKENDS", "Choice", "select"]
 
-BACKENDS = ("reference", "triton")
+BACKENDS = ("flash_mla", "reference", "triton")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,13 @@ class Choice:
 
 
 def select(
-    config: MLAConfig | None, device: torch.device | str, dtype: torch.dtype, *, backend: str = "auto"
+    config: MLAConfig | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    backend: str = "auto",
+    page_size: int | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Choice:
     """Choose a backend.
 
@@ -34,6 +40,8 @@ def select(
         device: where the tensors are.
         dtype: of the queries.
         backend: ``"auto"``, or the name of one, which then serves or raises: nothing falls back silently.
+        page_size: rows per page; auto takes FlashMLA only where it is known.
+        kv_dtype: of the cache; ``dtype`` where ``None``.
 
     Raises:
         BackendUnavailableError: the backend that was asked for cannot serve; says why and what would work.
@@ -48,12 +56,31 @@ def select(
         return Choice("reference", "asked for")
     if backend == "auto" and device.type == "cpu":
         return Choice("reference", "the device is a CPU")
+    if backend == "flash_mla" or (backend == "auto" and page_size is not None):
+        flash_mla = _flash_mla_refusal(config, device, dtype, page_size, kv_dtype)
+        if flash_mla is None:
+            return Choice("flash_mla", "asked for" if backend == "flash_mla" else "the fastest decode on sm_90")
+        if backend == "flash_mla":
+            raise BackendUnavailableError("flash_mla", flash_mla, 'use backend="triton"')
     refusal = _triton_refusal(config, device, dtype)
     if refusal is None:
         return Choice("triton", "asked for" if backend == "triton" else f"its kernels serve {dtype} on {device.type}")
     if backend == "triton":
         raise BackendUnavailableError("triton", refusal, 'use backend="reference"')
     return Choice("reference", f"the triton backend cannot serve: {refusal}")
+
+
+def _flash_mla_refusal(
+    config: MLAConfig | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    page_size: int | None,
+    kv_dtype: torch.dtype | None,
+) -> str | None:
+    from mla_ops.backends import flash_mla  # here: it selects the backend of its other ops
+
+    widths = None if config is None else (config.latent_dim, config.kv_lora_rank)
+    return flash_mla.refusal(device, dtype, widths=widths, page_size=page_size, kv_dtype=kv_dtype)
 
 
 def _triton_refusal(config: MLAConfig | None, device: torch.device, dtype: torch.dtype) -> str | None:

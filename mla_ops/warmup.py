@@ -56,9 +56,18 @@ class DecodeStep:
         options: sizes, dtypes, device.
         num_layers: layers.
         compiled: whether the layers share a compiled function.
+        pages_per_request: most pages that :meth:`inputs` gives a request, and room for them in the cache.
     """
 
-    def __init__(self, config: MLAConfig, options: BuildOptions, num_layers: int, *, compiled: bool) -> None:
+    def __init__(
+        self,
+        config: MLAConfig,
+        options: BuildOptions,
+        num_layers: int,
+        *,
+        compiled: bool,
+        pages_per_request: int = _VERIFY_PAGES,
+    ) -> None:
         device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
         self.config, self.options = config, options
         self.generator = torch.Generator(device).manual_seed(0)
@@ -74,7 +83,7 @@ class DecodeStep:
             kv_dtype=_dtype("kv_dtype", options.kv_dtype or options.dtype),
             backend=options.backend,
         )
-        self.pages_per_request = min(_VERIFY_PAGES, self.plan.max_pages)
+        self.pages_per_request = min(pages_per_request, self.plan.max_pages)
         self.cache = PagedLatentCache(
             config,
             num_layers=num_layers,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from toy_step import SLOTS, WIDTH, ToyStep, example, runner_of
 
-from capture import GraphCaptureError, GraphRunner, VerificationError, verify
+from capture import CompileForbiddenError, GraphCaptureError, GraphRunner, VerificationError, no_compile, verify
 from capture.graphs import capture_stream
 
 pytestmark = pytest.mark.gpu
@@ -308,6 +308,26 @@ def test_memory_budget_drops_sizes_and_is_kept() -> None:
     ).capture(verify=False)
     assert report.buckets[0].batch_size == 32
     assert len(report.buckets) <= 2 if largest.graph else len(report.buckets) == len(sizes)
+
+
+def test_capture_under_a_seal_is_refused_and_leaves_the_stream_as_it_was() -> None:
+    stream = torch.cuda.current_stream()
+    with no_compile() as seal:
+        with pytest.raises(CompileForbiddenError, match="capture of CUDA graph"):
+            captured(ToyStep("cuda"))
+        with pytest.raises(CompileForbiddenError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            pass
+    assert [event.kind for event in seal.events] == ["capture", "capture"]
+    assert torch.cuda.current_stream() == stream
+    assert captured(ToyStep("cuda"))(**example(3, "cuda")).isfinite().all()
+
+
+def test_replays_of_any_batch_size_compile_nothing() -> None:
+    runner = captured(ToyStep("cuda"))
+    with no_compile() as seal:
+        for batch_size in range(1, 9):
+            runner(**example(batch_size, "cuda"))
+    assert not seal.events
 
 
 def test_input_on_the_wrong_device_is_refused() -> None:

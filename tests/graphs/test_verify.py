@@ -24,17 +24,19 @@ def _recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("capture.runner.EagerGraph", RecordedGraph)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
-def test_broken_step_is_found(kind: Any) -> None:
-    step = kind()
-    runner = runner_of(
-        step,
-        state=getattr(step, "state", None),
-        make_inputs=getattr(step, "inputs", make_inputs),
-        poison_state=getattr(step, "poison", None),
-    )
-    with pytest.raises(VerificationError, match=BROKEN[kind]) as caught:
-        runner.capture()
+def test_broken_step_is_found(kind: Any, device: str) -> None:
+    with torch.device(device):
+        step = kind()
+        runner = runner_of(
+            step,
+            state=getattr(step, "state", None),
+            make_inputs=getattr(step, "inputs", make_inputs),
+            poison_state=getattr(step, "poison", None),
+        )
+        with pytest.raises(VerificationError, match=BROKEN[kind]) as caught:
+            runner.capture()
     assert not caught.value.report.ok
     assert runner.captured == ()
 

@@ -170,7 +170,9 @@ def main() -> None:
         backend=args.backend,
         device=args.device,
     )
-    step = DecodeStep(config, options, args.layers, compiled=args.compiled, pages_per_request=args.pages)
+    step = DecodeStep(config, options, args.layers, pages_per_request=args.pages)
+    if args.compiled:
+        step.compile()
     inside, outside = step.runner(), UpdatedOutside(step).runner()
     with torch.no_grad():
         report = inside.capture(verify=False)

@@ -27,7 +27,7 @@ def decode_step(query_len: int, dtype: str = "float32") -> DecodeStep:
     options = BuildOptions(
         batch_sizes=SIZES, query_len=query_len, dtype=dtype, page_size=PAGE_SIZE, max_seq_len=4 * PAGE_SIZE
     )
-    return DecodeStep(CONFIG, options, num_layers=2, compiled=False)
+    return DecodeStep(CONFIG, options, num_layers=2)
 
 
 @pytest.mark.parametrize("query_len", [1, 2, 4])

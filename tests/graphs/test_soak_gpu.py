@@ -42,7 +42,7 @@ def runners(request: pytest.FixtureRequest) -> dict[int, GraphRunner]:
     made = {}
     for query_len in QUERY_LENS:
         options = BuildOptions(batch_sizes=SIZES, query_len=query_len, backend=backend, device="cuda", max_seq_len=2048)
-        step = DecodeStep(CONFIG, options, num_layers=2, compiled=False, pages_per_request=32)
+        step = DecodeStep(CONFIG, options, num_layers=2, pages_per_request=32)
         made[query_len] = GraphRunner(
             step,
             batch_sizes=SIZES,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ _MIB = 2**20
 
 
 @pytest.fixture(params=["reference", "triton", "flash_mla"])
-def runners(request: pytest.FixtureRequest) -> dict[int, GraphRunner]:
+def runners(request: pytest.FixtureRequest) -> Iterator[dict[int, GraphRunner]]:
     """A captured runner for each query length, over one pool."""
     backend = request.param
     if backend == "flash_mla" and importlib.util.find_spec("flash_mla") is None:
@@ -48,13 +49,15 @@ def runners(request: pytest.FixtureRequest) -> dict[int, GraphRunner]:
             batch_sizes=SIZES,
             example_inputs=step.inputs(SIZES[-1], step.generator),
             batch_dims={"hidden_states": 0, "block_table": 0, "seq_lens": 0},
-            state={"kv_cache": step.cache.layers[0]},
+            state={f"layer {index}": layer for index, layer in enumerate(step.cache.layers)},
             make_inputs=step.inputs,
             poison_state=step.poison,
             pool=pool,
         )
         made[query_len].capture()
-    return made
+    yield made
+    for runner in made.values():
+        runner.close()
 
 
 def eager_at_the_buckets_shape(runner: GraphRunner, inputs: dict[str, Tensor], size: int, bucket: int) -> Tensor:

@@ -19,11 +19,14 @@ from capture import (
     CompileForbiddenError,
     CompileWarning,
     CompileWatch,
+    WarmupManager,
+    WarmupSpec,
     guard,
     install_from_environment,
     no_compile,
     register_build_source,
 )
+from tests.warmup import toys
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -273,3 +276,23 @@ def test_the_environment_seals_a_server_without_importing_torch(mode: str, code:
 def test_nothing_is_installed_where_the_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(guard.ENVIRONMENT_VARIABLE, raising=False)
     assert install_from_environment() is None
+
+
+def test_a_warm_up_seals_its_process_when_it_is_done(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, log: Callable[[], list[str]], build: Callable[..., None]
+) -> None:
+    monkeypatch.setenv(guard.ENVIRONMENT_VARIABLE, "warn")
+    monkeypatch.setattr(guard, "_installed", None)
+    unit = toys.CallUnit(key="module", call=build)
+    manager = WarmupManager(cache)
+    manager.run(
+        manager.plan(WarmupSpec(name="toy", device="cpu", backend=("toy", ""), fields={}, units=(unit,))), False
+    )
+    seal = guard._installed
+    assert seal is not None
+    try:
+        assert not seal.events
+        with pytest.warns(CompileWarning, match="aiter of module_mla"):
+            build()
+    finally:
+        seal.close()

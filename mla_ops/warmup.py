@@ -71,6 +71,7 @@ class DecodeStep:
             page_size=options.page_size,
             device=device,
             dtype=dtype,
+            kv_dtype=_dtype("kv_dtype", options.kv_dtype or options.dtype),
             backend=options.backend,
         )
         self.pages_per_request = min(_VERIFY_PAGES, self.plan.max_pages)

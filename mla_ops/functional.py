@@ -92,7 +92,7 @@ def mla_decode(
         widths = (q.shape[2], infer_kv_lora_rank(q.shape[2], kv_lora_rank)) if q.dim() == 3 else None
         backend = select(
             *(None, q.device, q.dtype),
-            num_heads=q.shape[-2],
+            num_heads=q.shape[1] if q.dim() == 3 else None,
             widths=widths,
             query_len=max_seqlen_q,
             kv_dtype=kv_cache.dtype,

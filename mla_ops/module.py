@@ -93,6 +93,8 @@ class DeepseekMLA(nn.Module):
         """
         if free_kv_b_proj and self.kv_b_proj is not None:
             self.register_buffer("kv_b_weight", self._kv_b_weight().detach(), persistent=False)
+            # A submodule that is only set to None still takes its name in a state dict, and drops the weight
+            del self.kv_b_proj
             self.kv_b_proj = None
         return self.W_UK, self.W_UV
 

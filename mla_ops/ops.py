@@ -161,6 +161,8 @@ def _mla_decode_fake(
 
 def _mla_decode_out(*args: Any, out: Tensor, lse: Tensor, **kwargs: Any) -> None:
     q, rank = args[0], args[13] if len(args) > 13 else kwargs.get("kv_lora_rank")
+    # The buffers are checked against q, so q first; with both before the launch
+    validation.check_mla_decode(*args[:6], *args[7:9], *(*args[10:12], None, None)[:2])
     validation.check_mla_decode_out(q, out, lse, infer_kv_lora_rank(q.shape[2], rank))
     result = _mla_decode(*args, **kwargs)
     out.copy_(result[0])

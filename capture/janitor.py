@@ -1,0 +1,98 @@
+"""Removing old or large cache directories."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from capture.errors import CacheAccessError, CacheLockTimeout
+from capture.lock import BuildLock
+from capture.store import check_access
+
+__all__ = ["CachedEntry", "clean", "entries"]
+
+
+@dataclass(frozen=True)
+class CachedEntry:
+    """One fingerprint's directory.
+
+    Attributes:
+        bytes: its size, quarantine included.
+        age: seconds since something was built.
+    """
+
+    path: Path
+    bytes: int
+    age: float
+
+
+def entries(root: Path) -> list[CachedEntry]:
+    """The directories of a cache, the most lately built first."""
+    if not root.is_dir():
+        return []
+    found = [
+        _entry(path) for path in root.iterdir() if re.fullmatch(r"[0-9a-f]{20}", path.name) and path.is_dir()
+    ]
+    return sorted(found, key=lambda entry: (entry.age, entry.path))
+
+
+def clean(
+    root: Path,
+    *,
+    older_than: float | None = None,
+    max_size: int | None = None,
+    all: bool = False,
+    dry_run: bool = False,
+) -> list[CachedEntry]:
+    """Remove entries of a cache. One that a process is building stays.
+
+    Args:
+        older_than: remove what was built more than so many seconds ago.
+        max_size: then remove the oldest until the rest fits into so many bytes.
+        all: remove every entry.
+
+    Returns:
+        what was removed, or with ``dry_run`` would be.
+
+    Raises:
+        CacheAccessError: ``root`` is not the caller's own; see :func:`capture.store.check_access`.
+    """
+    present = entries(root)
+    if not present:
+        return []
+    check_access(root)
+    chosen = []
+    total = 0
+    for entry in present:
+        total += entry.bytes
+        too_old = older_than is not None and entry.age > older_than
+        too_much = max_size is not None and total > max_size
+        if all or too_old or too_much:
+            total -= entry.bytes
+            chosen.append(entry)
+    return chosen if dry_run else [entry for entry in chosen if _remove(root, entry.path)]
+
+
+def _remove(root: Path, path: Path) -> bool:
+    try:
+        with BuildLock(root / f"{path.name}.lock").hold(0.0, lambda line: None):
+            # Renamed first: a removal that is interrupted must not leave half of an entry behind.
+            doomed = root / f"removed-{path.name}-{os.getpid()}"
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+    except CacheLockTimeout:
+        return False
+    except OSError as error:
+        raise CacheAccessError(f"cannot remove {path}: {error}") from error
+    return True
+
+
+def _entry(path: Path) -> CachedEntry:
+    size = sum((Path(parent) / name).lstat().st_size for parent, _, names in os.walk(path) for name in names)
+    manifest = path / "manifest.json"
+    built = (manifest if manifest.exists() else path).stat().st_mtime
+    return CachedEntry(path, size, time.time() - built)

@@ -1,0 +1,87 @@
+"""One builder per cache directory: a file lock whose wait is bounded and visible."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from capture.errors import CacheAccessError, CacheLockTimeout
+
+__all__ = ["BuildLock"]
+
+
+class BuildLock:
+    """An exclusive lock on ``path``: free again when its holder exits or is killed, re-entrant in one object.
+
+    The lock file is never unlinked: a process that waits on an unlinked file would share its lock with
+    nobody. Who holds it is written into a sidecar ``<path>.owner``, for the waiters' messages only.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._owner_path = path.with_name(path.name + ".owner")
+        self._lock = FileLock(path, mode=0o600)
+
+    @contextmanager
+    def hold(self, timeout: float, say: Callable[[str], None], *, interval: float = 10.0) -> Iterator[None]:
+        """Hold the lock; a wait tells ``say`` who holds it, at once and every ``interval`` seconds.
+
+        Raises:
+            CacheLockTimeout: the lock was not free within ``timeout`` seconds.
+            CacheAccessError: the lock file cannot be made (a read-only cache).
+        """
+        self._acquire(timeout, say, interval)
+        outermost = self._lock.lock_counter == 1
+        try:
+            if outermost:
+                self._owner_path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+            yield
+        finally:
+            if outermost:
+                with suppress(OSError):
+                    self._owner_path.unlink()
+            self._lock.release()
+
+    def _acquire(self, timeout: float, say: Callable[[str], None], interval: float) -> None:
+        start = time.monotonic()
+        patience = 0.0
+        while True:
+            try:
+                self._lock.acquire(timeout=patience)
+                return
+            except Timeout:
+                pass
+            except OSError as error:
+                raise CacheAccessError(
+                    f"cannot lock {self._path} ({error.strerror or error}); something has to be built or set "
+                    "aside, which needs a cache directory that can be written: choose another with "
+                    "--cache-dir, $MLA_WARMUP_CACHE or WarmupManager(cache_dir=...)"
+                ) from error
+            waited = time.monotonic() - start
+            if waited >= timeout:
+                raise CacheLockTimeout(
+                    f"waited {waited:.0f} s for {self._holder()} on {self._path}; "
+                    "wait longer (lock_timeout), or end that process if it hangs: its lock goes with it"
+                )
+            say(f"waiting for {self._holder()} on {self._path} ({waited:.0f} s of at most {timeout:.0f} s)")
+            patience = min(interval, timeout - waited)
+
+    def _owner(self) -> dict[str, object]:
+        with suppress(OSError, ValueError):
+            owner = json.loads(self._owner_path.read_text())
+            if isinstance(owner, dict):
+                return owner
+        return {}
+
+    def _holder(self) -> str:
+        owner = self._owner()
+        if not owner:
+            return "another process"
+        return f"pid {owner.get('pid')} of host {owner.get('host')}"

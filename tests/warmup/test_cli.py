@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capture.cli import main
+from capture.report import WarmupReport
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TOY = ("--model", "tests.warmup.toys:factory", "--device", "cpu", "--batch-sizes", "4,1")
+FAILING = ("--model", "tests.warmup.toys:failing", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_WARMUP_CACHE", str(cache))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    code, out, _ = run(capsys, *arguments, "--json")
+    return code, json.loads(out)
+
+
+def test_help_imports_neither_torch_nor_rich() -> None:
+    program = """
+import sys
+from capture.cli import main
+code = main(["build", "--help"]) or main(["--help"])
+heavy = {"torch", "rich", "numpy", "filelock", "triton"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else code)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "module:factory" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("bake",),
+        ("build",),
+        ("build", *TOY, "--batch-sizes", "1,0"),
+        ("build", *TOY, "--max-batch-size", "8"),
+        ("build", "--model", "tests.warmup.toys:missing"),
+        ("build", "--model", "no_such_module:factory"),
+        ("build", "--model", "tests.warmup.toys:not_a_spec"),
+        ("clean",),
+        ("clean", "--older-than", "soon"),
+        ("clean", "--max-size", "big"),
+        ("report", "/no/such/file"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_2_and_says_why(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert "mla-warmup" in err
+
+
+def test_build_is_0_and_prints_one_report(capsys: pytest.CaptureFixture[str]) -> None:
+    code, raw = run_json(capsys, "build", *TOY)
+    report = WarmupReport.from_json(raw)
+    assert code == 0
+    assert [unit.state for unit in report.units] == ["built"] * 4
+    assert [bucket.batch_size for bucket in report.buckets] == [1, 4]
+    assert raw.keys() >= {"schema", "fingerprint", "device", "backend", "phases", "units", "buckets"}
+    assert raw.keys() >= {"compiled", "seconds", "cold"}
+
+
+def test_options_reach_the_factory(capsys: pytest.CaptureFixture[str]) -> None:
+    _, raw = run_json(capsys, "status", *TOY, "--dtype", "float16", "--page-size", "1")
+    fields = raw["fingerprint"]["fields"]
+    assert (fields["dtype"], fields["page_size"]) == ("float16", 1)
+
+
+def test_the_largest_batch_size_stands_for_the_default_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    buckets = pytest.importorskip("capture.buckets")
+    _, raw = run_json(capsys, "build", "--model", TOY[1], "--device", "cpu", "--max-batch-size", "12")
+    assert tuple(row["batch_size"] for row in raw["buckets"]) == buckets.default_batch_sizes(12)
+
+
+def test_a_second_build_is_warm(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "build", *TOY)
+    code, raw = run_json(capsys, "build", *TOY)
+    assert (code, raw["cold"], raw["compiled"]) == (0, False, 0)
+    assert {unit["state"] for unit in raw["units"]} == {"hit"}
+
+
+def test_a_failed_unit_is_1_and_named_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "build", *FAILING, "--json")
+    assert code == 1
+    assert "failed: exits: SystemExit: 3" in err
+    assert [unit["state"] for unit in json.loads(out)["units"]] == ["built", "failed", "built"]
+
+
+def test_an_error_of_the_cache_is_1_and_no_traceback(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache.mkdir()
+    cache.chmod(0o777)
+    run(capsys, "build", *TOY)
+    code, out, err = run(capsys, "build", *TOY)
+    assert (code, out) == (1, "")
+    assert "CacheAccessError" in err
+    assert "Traceback" not in err
+
+
+def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "build", *TOY, "--quiet") == (0, "", "")
+
+
+def test_progress_goes_to_stderr_and_the_table_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, err = run(capsys, "build", *TOY)
+    assert "built: kernel-0" in err
+    assert "kernel-0" in out
+    assert "cold: " in out
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_a_dry_run_lists_the_units_and_changes_nothing(
+    as_json: bool, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "build", *TOY, "--dry-run", *(["--json"] if as_json else []))
+    assert code == 0
+    assert not cache.exists()
+    for key in ("kernel-0", "kernel-1", "kernel-2", "graphs"):
+        assert key in out
+
+
+def test_status_lists_states_and_the_fingerprint(capsys: pytest.CaptureFixture[str]) -> None:
+    code, raw = run_json(capsys, "status", *TOY)
+    assert code == 0
+    assert {unit["state"] for unit in raw["units"]} == {"missing"}
+    run(capsys, "build", *TOY)
+    _, raw = run_json(capsys, "status", *TOY)
+    assert [(unit["key"], unit["state"]) for unit in raw["units"]][-1] == ("graphs", "hit")
+    directory = Path(raw["directory"])
+    assert directory.name == raw["fingerprint"]["digest"]
+    (directory / "triton/kernel-1/kernel.bin").write_text("x")
+    code, raw = run_json(capsys, "status", *TOY)
+    assert code == 0
+    assert [unit["state"] for unit in raw["units"]] == ["hit", "damaged", "hit", "hit"]
+    assert list(raw["damaged"]) == ["triton/kernel-1/kernel.bin"]
+
+
+def test_verify_loads_a_whole_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "build", *TOY)
+    code, raw = run_json(capsys, "verify", *TOY)
+    assert code == 0
+    assert {unit["state"] for unit in raw["units"]} == {"hit"}
+    assert all(bucket["verified"] for bucket in raw["buckets"])
+
+
+def test_verify_fails_on_damage_and_repairs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "build", *TOY)
+    _, raw = run_json(capsys, "status", *TOY)
+    path = Path(raw["directory"]) / "triton/kernel-1/kernel.bin"
+    path.write_text("x")
+    code, _, err = run(capsys, "verify", *TOY)
+    assert code == 1
+    assert "damaged: triton/kernel-1/kernel.bin: size 1, not" in err
+    assert path.read_text() == "x"
+
+
+def test_verify_fails_on_an_empty_cache(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "verify", *TOY)
+    assert code == 1
+    assert "missing: kernel-0" in err
+    assert not cache.exists()
+
+
+def test_clean_removes_only_what_it_says(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "build", *TOY, "--json")
+    code, raw = run_json(capsys, "clean", "--all", "--dry-run")
+    assert code == 0
+    assert Path(raw["removed"][0]["path"]).is_dir()
+    assert run(capsys, "clean", "--older-than", "7d")[1] == ""
+    assert run(capsys, "clean", "--all")[1].startswith(f"removed {raw['removed'][0]['path']}")
+    assert not Path(raw["removed"][0]["path"]).exists()
+
+
+def test_saved_reports_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = []
+    for name in ("cold", "warm"):
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(run(capsys, "build", *TOY, "--json")[1])
+    code, out, err = run(capsys, "report", *map(str, files))
+    assert (code, err) == (0, "")
+    assert [line for line in out.splitlines() if "cold" in line and "warm" in line]
+    assert [line for line in out.splitlines() if "kernel-2" in line and "built" in line and "hit" in line]
+
+
+def test_the_working_directory_holds_the_users_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_server.py").write_text("from tests.warmup.toys import factory as make\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert run(capsys, "status", "--model", "my_server:make", "--device", "cpu")[0] == 0

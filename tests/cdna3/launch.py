@@ -50,7 +50,8 @@ def launch(
     if order not in WAVE_ORDERS:
         raise ValueError(f"order must be one of {', '.join(WAVE_ORDERS)}, got {order!r}")
     kernel = program.code.kernels[name]
-    arguments = _aligned_copy(kernarg, max(len(kernarg), kernel.kernarg_bytes, 4))
+    kernarg = _with_hidden_arguments(kernarg, kernel, grid, block, dynamic_lds)
+    arguments = _aligned_copy(kernarg)
     memory.add(program.code.image, "code object")
     memory.add(arguments, "kernel arguments")
     packet = np.frombuffer(
@@ -76,11 +77,26 @@ def _workgroups(grid: tuple[int, int, int]) -> Iterator[tuple[int, int, int]]:
                 yield x, y, z
 
 
-def _aligned_copy(data: bytes, size: int) -> np.ndarray:
-    storage = np.zeros(size + 64, np.uint8)
+def _with_hidden_arguments(
+    kernarg: bytes, kernel: Kernel, grid: tuple[int, int, int], block: tuple[int, int, int], dynamic_lds: int
+) -> bytes:
+    """The argument segment padded to its declared size, with what the compiler asks the runtime to put behind it."""
+    hidden = {"hidden_dynamic_lds_size": dynamic_lds, "hidden_grid_dims": 3}
+    for axis, count, size in zip("xyz", grid, block, strict=True):
+        hidden |= {f"hidden_block_count_{axis}": count, f"hidden_group_size_{axis}": size}
+    segment = bytearray(kernarg.ljust(max(kernel.kernarg_bytes, 4), b"\0"))
+    for argument in kernel.arguments:
+        if argument.kind in hidden:
+            end = argument.offset + argument.size
+            segment[argument.offset : end] = hidden[argument.kind].to_bytes(argument.size, "little")
+    return bytes(segment)
+
+
+def _aligned_copy(data: bytes) -> np.ndarray:
+    storage = np.zeros(len(data) + 64, np.uint8)
     start = -storage.ctypes.data % 64
-    aligned = storage[start : start + size]
-    aligned[: len(data)] = np.frombuffer(data, np.uint8)
+    aligned = storage[start : start + len(data)]
+    aligned[:] = np.frombuffer(data, np.uint8)
     return aligned
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from .conversions import build_conversion
 from .decode import Instruction, decode
 from .elf import CodeObject
 from .errors import InterpreterError, MemoryFault, UnsupportedInstructionError
@@ -19,7 +20,16 @@ __all__ = ["Program", "build_step"]
 
 Step = Callable[[Wave], str | None]
 
-_BUILDERS = (build_scalar, build_memory, build_lds, build_mfma, build_packed, build_special, build_alu)
+_BUILDERS = (
+    build_scalar,
+    build_memory,
+    build_lds,
+    build_mfma,
+    build_packed,
+    build_special,
+    build_conversion,
+    build_alu,
+)
 # s_set_gpr_idx_on: M0 bits 12..15 choose which operands M0[7:0] is added to; only vector registers move.
 _INDEXED = ((1, ("src0",), 256), (2, ("src1", "vsrc1"), 256), (4, ("src2",), 256), (8, ("vdst",), 0))
 

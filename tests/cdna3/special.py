@@ -1,15 +1,14 @@
-"""Vector instructions that are no plain function of their own lane: masks, carries, divisions, lane moves, fp8."""
+"""Vector instructions that are no plain function of their own lane: masks, carries, divisions, lane moves."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from . import floats
 from .decode import Instruction
 from .errors import UnsupportedInstructionError
 from .machine import EXEC, LANES, MASK32, VCC, Wave, bits_to_lanes, lanes_to_bits
-from .operands import scalar_source, vector_destination, vector_source
+from .operands import DTYPES, scalar_source, vector_destination, vector_source
 
 __all__ = ["build_special"]
 
@@ -255,51 +254,17 @@ def _swap_rows(instruction: Instruction) -> Step:
     return swap
 
 
-def _decode_fp8_pair(instruction: Instruction) -> Step:
-    table = floats.fp8_values("bf8" if "bf8" in instruction.mnemonic else "fp8", instruction.arch).view(np.uint32)
-    source = vector_source(instruction, 0, "u32")
-    register = instruction["vdst"]
-    if instruction.encoding == "VOP3" and instruction["opsel"]:
-        raise UnsupportedInstructionError(f"{instruction}: opsel")
-
-    def decode(wave: Wave) -> None:
-        codes = source(wave)
-        low, high = table[codes & np.uint32(255)], table[codes >> np.uint32(8) & np.uint32(255)]
-        wave.write_vector(register, low)
-        wave.write_vector(register + 1, high)
-
-    return decode
-
-
-def _decode_fp8(instruction: Instruction) -> Step:
-    table = floats.fp8_values("bf8" if "bf8" in instruction.mnemonic else "fp8", instruction.arch)
-    source, write = vector_source(instruction, 0, "u32"), vector_destination(instruction, "f32")
-    return lambda wave: write(wave, table[source(wave) & np.uint32(255)])
-
-
-def _encode_fp8_pair(instruction: Instruction) -> Step:
-    kind, arch = "bf8" if "bf8" in instruction.mnemonic else "fp8", instruction.arch
-    first, second = (vector_source(instruction, i, "f32") for i in range(2))
-    register, high = instruction["vdst"], instruction["opsel"] >> 3 & 1
-    shift, kept = np.uint32(16 if high else 0), np.uint32(0xFFFF if high else 0xFFFF0000)
-
-    def encode(wave: Wave) -> None:
-        low_code, high_code = (floats.fp8_encode(source(wave), kind, arch) for source in (first, second))
-        wave.write_vector(register, (low_code | high_code << np.uint32(8)) << shift | wave.vector[register] & kept)
-
-    return encode
-
-
 def _bit_operation(instruction: Instruction) -> Step:
-    """v_bitop3_b32: any function of three bits; its truth table is spread over the modifier fields (gfx950)."""
+    """v_bitop3: any function of three bits; its truth table is spread over the modifier fields (gfx950)."""
     table = instruction["omod"] << 6 | instruction["abs"] << 3 | instruction["neg"]
     plain = replace(instruction, fields={**instruction.fields, "omod": 0, "abs": 0, "neg": 0})
-    sources = [vector_source(plain, i, "b32") for i in range(3)]
-    write = vector_destination(plain, "b32")
+    kind = instruction.mnemonic.split("_")[2]
+    sources = [vector_source(plain, i, kind) for i in range(3)]
+    write = vector_destination(plain, kind)
 
     def combine(wave: Wave) -> None:
         a, b, c = (source(wave) for source in sources)
-        result = np.zeros(64, np.uint32)
+        result = np.zeros(64, DTYPES[kind])
         for row in range(8):
             if table >> row & 1:
                 result = result | (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
@@ -323,12 +288,7 @@ _BUILDERS: dict[str, Callable[[Instruction], Step]] = {
     "v_swap_b32": _swap,
     "v_permlane16_swap_b32": _swap_rows,
     "v_permlane32_swap_b32": _swap_rows,
-    "v_cvt_pk_f32_fp8": _decode_fp8_pair,
-    "v_cvt_pk_f32_bf8": _decode_fp8_pair,
-    "v_cvt_f32_fp8": _decode_fp8,
-    "v_cvt_f32_bf8": _decode_fp8,
-    "v_cvt_pk_fp8_f32": _encode_fp8_pair,
-    "v_cvt_pk_bf8_f32": _encode_fp8_pair,
+    "v_bitop3_b16": _bit_operation,
     "v_bitop3_b32": _bit_operation,
 }
 for _name in ("add", "addc", "sub", "subb", "subrev", "subbrev"):

@@ -65,3 +65,18 @@ def test_conversion_instructions_use_the_format_of_their_target(kind, arch, rng)
     rounded = [torch.from_numpy(x).to(TORCH[kind, arch]).float().numpy() for x in (a, b)]
     for register, expected in zip((4, 5, 6, 7, 8), (*rounded, *reversed(rounded), rounded[0]), strict=True):
         np.testing.assert_array_equal(wave.vector[register].view(np.float32), expected)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf8"])
+@pytest.mark.parametrize(
+    ("target", "dtype"), [("f32", torch.float32), ("f16", torch.float16), ("bf16", torch.bfloat16)]
+)
+def test_scaled_conversions_multiply_by_a_power_of_two(target, dtype, kind, rng):
+    codes = torch.from_numpy(rng.standard_normal((64, 4))).to(TORCH[kind, "gfx950"])
+    registers = {"v0": codes.view(torch.int32)[:, 0].numpy(), "v1": np.float32(3.0).view(np.uint32).item()}
+    width = dtype.itemsize
+    destination = "v[4:5]" if width == 4 else "v4"
+    text = f"v_cvt_scalef32_pk_{target}_{kind} {destination}, v0, v1 op_sel:[1,0,0]"
+    wave = run_wave(text, registers, arch="gfx950")
+    pair = torch.from_numpy(wave.vector[4 : 4 + width // 2].T.flatten().view(np.int32)).view(dtype).view(64, 2)
+    assert torch.equal(pair, (codes[:, 2:].float() * 2).to(dtype))

@@ -31,6 +31,18 @@ def test_every_workgroup_and_work_item_runs_once():
 
 
 @triton.jit
+def store_grid(out):
+    for axis in tl.static_range(3):
+        tl.store(out + axis, tl.num_programs(axis))
+
+
+def test_a_kernel_knows_the_size_of_its_grid():
+    out = torch.zeros(3, dtype=torch.int32)
+    launch_triton(store_grid, (2, 3, 4), out)
+    assert out.tolist() == [2, 3, 4]
+
+
+@triton.jit
 def reverse(source, out, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     tl.store(out + lane, tl.flip(tl.cumsum(tl.load(source + lane), 0), 0))

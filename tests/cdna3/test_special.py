@@ -242,10 +242,11 @@ def test_sdwa_selects_bytes_and_words(rng):
 
 def test_bitop3_is_its_truth_table(rng):
     a, b, c = (samples("u32", rng) for _ in range(3))
-    wave = run_wave(
-        "v_bitop3_b32 v3, v0, v1, v2 bitop3:0x96\nv_bitop3_b32 v4, v0, v1, v2 bitop3:0xca",
-        {"v0": a, "v1": b, "v2": c},
-        arch="gfx950",
-    )
+    text = """
+    v_bitop3_b32 v3, v0, v1, v2 bitop3:0x96
+    v_bitop3_b32 v4, v0, v1, v2 bitop3:0xca
+    v_bitop3_b16 v5, v0, v1, v2 bitop3:0xca"""
+    wave = run_wave(text, {"v0": a, "v1": b, "v2": c}, arch="gfx950")
     assert_same(wave.vector[3], a ^ b ^ c)
     assert_same(wave.vector[4], a & b | ~a & c)
+    assert_same(wave.vector[5], (a & b | ~a & c) & np.uint32(0xFFFF))

@@ -296,6 +296,9 @@ def test_pack_conversions(rng):
         step = np.maximum(2.0 ** (np.floor(np.log2(np.maximum(grid, 2.0**-30))) - 10), 2.0**-24)
         assert np.all(grid - np.abs(got[finite].astype(np.float64)) < step)
         np.testing.assert_array_equal(got[~finite], source[~finite].astype(np.float16))
+    wave = run_wave("v_cvt_pk_f16_f32 v2, v0, v1", {"v0": a, "v1": b}, arch="gfx950")
+    with np.errstate(over="ignore"):
+        assert_same(wave.vector[2].view(np.float16).reshape(64, 2), np.stack([a, b], 1).astype(np.float16))
     wave = run_wave("v_cvt_pk_bf16_f32 v2, v0, v1", {"v0": a, "v1": b}, arch="gfx950")
     halves = wave.vector[2].view(np.uint16).reshape(64, 2).astype(np.uint32) << np.uint32(16)
     for got, source in ((halves[:, 0], a), (halves[:, 1], b)):

@@ -234,6 +234,9 @@ ALU: dict[str, Operation] = {
         "b32 <- f32 f32", lambda a, b: _pack(*(floats.f16_round_to_zero(x).view(np.uint16) for x in (a, b)))
     ),
     "v_cvt_pk_bf16_f32": _op("b32 <- f32 f32", lambda a, b: _pack(floats.bf16_from_f32(a), floats.bf16_from_f32(b))),
+    "v_cvt_pk_f16_f32": _op(
+        "b32 <- f32 f32", lambda a, b: _pack(*(x.astype(np.float16).view(np.uint16) for x in (a, b)))
+    ),
     "v_pack_b32_f16": _op("b32 <- b16 b16", _pack),
 }
 for _byte in range(4):

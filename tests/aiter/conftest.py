@@ -116,9 +116,10 @@ def imported_aiter(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         for entry in added:
             sys.path.remove(entry)
     # The wheel defines its ops as aiter::aiter::name, which torch 2.13 cannot take apart at exit.
-    sys.modules["torch_guard"].aiter_lib._op_defs.clear()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
-        del sys.modules[name]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("aiter", "torch_guard")]:
+        library = getattr(sys.modules.pop(name), "aiter_lib", None)
+        if library is not None:
+            library._op_defs.clear()
 
 
 @pytest.fixture
@@ -144,7 +145,9 @@ def machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[list[fake_rocm.Launch]]:
     """The same, with the kernels executed: AITER's machine code, and its Triton kernel compiled for gfx942."""
-    monkeypatch.setattr(imported_aiter.mla, "_fwd_kernel_stage2_asm", Interpreted(imported_aiter.mla._fwd_kernel_stage2_asm))
+    monkeypatch.setattr(
+        imported_aiter.mla, "_fwd_kernel_stage2_asm", Interpreted(imported_aiter.mla._fwd_kernel_stage2_asm)
+    )
 
     def stage1(**arguments: Any) -> None:
         assert arguments["work_metadata"] is None

@@ -114,6 +114,9 @@ class Runtime:
         what stage 1 wrote. Nothing outside of the call notices.
         """
         contract = self.installation.contract
+        # fp8 kernels split in blocks that stage 2 does not know: it may read splits that were never written.
+        fp8 = leading[0].dtype.itemsize == 1
+        as_it_is = contract.own_splits and contract.returns_lse and not fp8
         bound = calls.decode_call(
             contract,
             leading,
@@ -122,12 +125,12 @@ class Runtime:
             num_kv_splits_indptr=splits_indptr if contract.own_splits else None,
             q_scale=q_scale,
             kv_scale=kv_scale,
-            return_lse=contract.returns_lse,
+            return_lse=as_it_is,
         )
         fwd: Callable[..., tuple[Tensor, Tensor]] = inspect.unwrap(self.module.mla.mla_decode_fwd)
-        if contract.own_splits and contract.returns_lse:
+        if as_it_is:
             return fwd(*bound.args, **bound.kwargs)[1]
-        stage1 = _Stage1Tap(self.module, contract.functions["mla_decode_stage1_asm_fwd"].names)
+        stage1 = _Stage1Tap(self.module, contract.functions["mla_decode_stage1_asm_fwd"].names, clear_data=fp8)
         replaced: dict[str, Any] = {"aiter": stage1}
         if not contract.own_splits:
             heads, query_len = leading[0].shape[1], leading[7]
@@ -201,9 +204,10 @@ class Runtime:
 class _Stage1Tap:
     """AITER's package as ``mla_decode_fwd`` sees it; keeps the split LSE of the stage 1 that passes through."""
 
-    def __init__(self, module: ModuleType, parameters: tuple[str, ...]) -> None:
+    def __init__(self, module: ModuleType, parameters: tuple[str, ...], *, clear_data: bool) -> None:
         self._module = module
         self._parameters = parameters
+        self._clear_data = clear_data
         self.split_lse: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -213,6 +217,8 @@ class _Stage1Tap:
         named = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         self.split_lse = named["splitLse"]
         self.split_lse.fill_(-torch.inf)  # a split without keys writes nothing
+        if self._clear_data:
+            named["splitData"].zero_()
         self._module.mla_decode_stage1_asm_fwd(*args, **kwargs)
 
 

@@ -31,7 +31,8 @@ _VARLEN = (
     "cu_seqlens_k: Optional[torch.Tensor], max_seqlen_q: int, max_seqlen_k: int, min_seqlen_q: int, dropout_p: float, "
     "softmax_scale: float, logits_soft_cap: float, zero_tensors: bool, is_causal: bool, window_size_left: int, "
     "window_size_right: int, return_softmax_lse: bool, return_dropout_randval: bool, "
-    "out: Optional[torch.Tensor] = None, block_table: Optional[torch.Tensor] = None, bias: Optional[torch.Tensor] = None, "
+    "out: Optional[torch.Tensor] = None, block_table: Optional[torch.Tensor] = None, "
+    "bias: Optional[torch.Tensor] = None, "
     "alibi_slopes: Optional[torch.Tensor] = None, gen: Optional[torch.Generator] = None, "
     "cu_seqlens_q_padded: Optional[torch.Tensor] = None, cu_seqlens_k_padded: Optional[torch.Tensor] = None"
 )

@@ -96,7 +96,7 @@ def test_splits_fill_the_machine_once_and_no_more(batch_size: int, splits: int) 
 def test_the_unrelated_package_of_async_iterators_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "aiter").mkdir()
     (tmp_path / "aiter" / "__init__.py").touch()
-    with pytest.raises(AiterNotFoundError, match="async iterators.*pip uninstall aiter"):
+    with pytest.raises(AiterNotFoundError, match=r"async iterators.*pip uninstall aiter"):
         locate(tmp_path / "aiter")
 
 
@@ -138,14 +138,14 @@ def test_ragged_queries_are_refused(fake_gpu: Launches) -> None:
     inputs = make_decode_inputs(
         [3, 5], num_heads=16, kv_lora_rank=512, qk_rope_head_dim=64, dtype=torch.bfloat16, query_lens=[2, 1]
     )
-    with pytest.raises(ValueError, match='max_seqlen_q=2 rows for each of the 2 requests.*backend="triton"'):
+    with pytest.raises(ValueError, match=r'max_seqlen_q=2 rows for each of the 2 requests.*backend="triton"'):
         mla_ops.mla_decode(**inputs.arguments(), backend="aiter")
 
 
 def test_a_cache_of_4_gib_is_refused(fake_gpu: Launches) -> None:
     rows = 2**32 // 1152 + 1
     pool = torch.empty_strided((rows, 1, 576), (576, 576, 1), dtype=torch.bfloat16, device="meta")
-    with pytest.raises(BackendUnavailableError, match="4096 MiB.*4 GiB"):
+    with pytest.raises(BackendUnavailableError, match=r"4096 MiB.*4 GiB"):
         _check_cache(pool)
 
 
@@ -171,7 +171,7 @@ def test_a_failed_import_is_refused_and_leaves_no_half_of_the_package(
 
     monkeypatch.setattr(sys, "modules", dict(sys.modules))  # others may have imported it for good
     monkeypatch.setattr(importlib, "import_module", build)
-    with pytest.raises(BackendUnavailableError, match="failed with SystemExit.*mla-warmup doctor"):
+    with pytest.raises(BackendUnavailableError, match=r"failed with SystemExit.*mla-warmup doctor"):
         _ = runtime.Runtime(installation).module
 
 

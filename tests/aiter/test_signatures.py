@@ -130,7 +130,7 @@ def test_a_new_required_argument_is_refused_by_name() -> None:
 
 
 def test_a_moved_parameter_is_refused_by_name() -> None:
-    with pytest.raises(BackendUnavailableError, match="parameter 0 .* is kv_buffer, not q"):
+    with pytest.raises(BackendUnavailableError, match=r"parameter 0 .* is kv_buffer, not q"):
         decode(contract_of("mla_decode_fwd", NEWEST.replace("q, kv_buffer", "kv_buffer, q", 1)))
 
 

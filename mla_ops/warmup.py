@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from capture import BuildOptions, CompiledFunctionUnit, GraphCaptureUnit, GraphRunner, Unit, VerifyUnit, WarmupSpec
 from mla_ops.backends.select import Choice, select
 from mla_ops.config import PRESETS, MLAConfig
+from mla_ops.integrations.aiter_units import aiter_fields, aiter_units
 from mla_ops.kv_cache import PagedLatentCache
 from mla_ops.module import DeepseekMLA, compile_layers
 from mla_ops.ops import op_fingerprint
@@ -194,11 +195,13 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
         raise ValueError(f"{model} says nothing of layers; give a number of layers (--layers)")
     device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
     kv_dtype = _dtype("kv_dtype", options.kv_dtype or options.dtype)
-    choice = select(config, device, dtype, backend=options.backend)
+    choice = select(*(config, device, dtype), backend=options.backend, query_len=options.query_len, kv_dtype=kv_dtype)
     compiler = _compiler_missing(device)
     sizes = ",".join(map(str, sorted(options.batch_sizes)))
     graphs = f"decode step, query_len {options.query_len}, {num_layers} layers, batch sizes {sizes}"
     units: list[Unit] = []
+    if choice.name == "aiter":
+        units += aiter_units(options.device, config.num_heads, options.query_len, options.page_size)
     if not compiler:
         units.append(
             CompiledFunctionUnit(
@@ -222,6 +225,7 @@ def _fields(
     config: MLAConfig, options: BuildOptions, choice: Choice, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> dict[str, Any]:
     return {
+        **(aiter_fields(options.device) if choice.name == "aiter" else {}),
         "op_schemas": op_fingerprint(),
         "sources": _source_hash(),
         "config": config.to_dict(),

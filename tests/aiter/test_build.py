@@ -19,6 +19,10 @@ import pytest
 from mla_ops.backends.aiter import build
 from mla_ops.backends.aiter.build import BuildError, ModuleBuilder, build_key, modules_for, sweep_locks, unsound
 from mla_ops.backends.aiter.contract import Contract, Installation
+from mla_ops.backends.aiter.probe import ProbeShape, probe, run_probe
+from mla_ops.integrations.aiter_units import AiterModulesUnit, aiter_units
+
+from .fake_rocm import Launch, Launches
 
 ROOT = Path(build.__file__).parents[3]
 NAMES = ("module_aiter_enum", "module_mla_asm", "module_cache")
@@ -226,3 +230,42 @@ def test_the_modules_are_the_wheels_and_no_more_than_needed(installation: Instal
 
 def test_a_real_extension_module_is_sound() -> None:
     assert unsound(Path(_ctypes.__file__), ["gfx942"]) == ""
+
+
+# --- as units of a warm-up --------------------------------------------------------------------------------------
+
+
+def test_a_warm_up_builds_the_base_module_then_the_others_then_probes(fake_gpu: Launches) -> None:
+    base, others, probe = aiter_units("cuda", num_heads=16, query_len=1, page_size=64)
+    assert isinstance(base, AiterModulesUnit)
+    assert isinstance(others, AiterModulesUnit)
+    assert base.modules == ("module_aiter_enum",)
+    assert "module_mla_asm" in others.modules
+    assert others.needs == (base.key,)
+    assert probe.needs == (base.key, others.key)
+    assert {base.kind, others.kind, base.phase} == {"aiter_module", "kernels"}
+
+
+PROBES = {
+    "right": ("import json; print(json.dumps({'probe': shape, 'ok': True}, sort_keys=True))", None),
+    "exit 0": ("import os; os._exit(0)", "exit code 0 and no good verdict"),
+    "abort": ("import os; os.abort()", "exit code -6"),
+    "wrong numbers": ("raise AssertionError('worst at 3')", "worst at 3"),
+    "hangs": ("import time; time.sleep(60)", "did not end within 2 s"),
+}
+
+
+@pytest.mark.parametrize("case", PROBES)
+def test_only_a_verdict_is_a_success_of_a_probe(case: str) -> None:
+    script, message = PROBES[case]
+    command = (sys.executable, "-c", f"import json, sys; shape = json.loads(sys.argv[1]); {script}")
+    if message is None:
+        run_probe(ProbeShape(16), command=command)
+        return
+    with pytest.raises(RuntimeError, match=message):
+        run_probe(ProbeShape(16), timeout=2.0, command=command)
+
+
+def test_the_probe_itself_passes_over_aiters_machine_code(machine: list[Launch]) -> None:
+    probe(ProbeShape(16, splits=2), device="cpu")
+    assert len(machine) == 1

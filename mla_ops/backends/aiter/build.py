@@ -176,8 +176,8 @@ class ModuleBuilder:
         if set(modules) <= have.keys():
             return {name: have[name] for name in modules}
         if not os.access(self.directory if self.directory.exists() else self.directory.parent, os.W_OK):
-            missing = ", ".join(name for name in modules if name not in have)
-            raise PermissionError(f"{self.directory} is read-only and lacks {missing}; build into another directory")
+            lacks = ", ".join(name for name in modules if name not in have)
+            raise PermissionError(f"{self.directory} is read-only and lacks {lacks}; build into another directory")
         with self._held(say):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             have = self.sound()  # another process may have built them meanwhile
@@ -186,7 +186,8 @@ class ModuleBuilder:
             base = [name for name in missing if name in _BASE]
             failures: list[BuildError] = []
             # The base module first: every other build imports AITER, and would build it again.
-            for group in (base, [name for name in missing if name not in base]):
+            others = [name for name in missing if name not in base]
+            for group in (base, others):
                 failures += self._build_group(group, have, say)
         if failures:
             raise failures[0]

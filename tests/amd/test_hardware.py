@@ -15,6 +15,8 @@ from mla_ops.testing import assert_matches, make_prefill_inputs
 
 pytestmark = pytest.mark.amd
 
+HEADS = [8, 16, 32, 64, 128]
+
 
 class Step:
     """A decode step over static buffers, with AITER and with the reference."""

@@ -1,7 +1,9 @@
 """AITER's wheel from PyPI: its gfx942 kernels, and its Python imported under a ROCm that is not there."""
 
+import ast
 import hashlib
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -49,18 +51,8 @@ def _download() -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with FileLock(directory / ".lock"):
         if not (directory / _FILE).exists():
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--no-deps",
-                "--quiet",
-                "--dest",
-                str(directory),
-                _REQUIREMENT,
-            ]
-            done = subprocess.run(command, capture_output=True, text=True)
+            pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", directory)
+            done = subprocess.run([*pip, _REQUIREMENT], capture_output=True, text=True)
             if done.returncode:
                 reason = (done.stderr.strip() or "no message").splitlines()[-1]
                 pytest.skip(
@@ -179,3 +171,19 @@ class Interpreted:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Program]:
         return partial(launch_triton, self.kernel, grid)
+
+
+@pytest.fixture(scope="session")
+def stage2_kernel(aiter_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """AITER's Triton merge of the splits, cut out of its mla.py, which imports nowhere without ROCm."""
+    name = "_fwd_kernel_stage2_asm"
+    with zipfile.ZipFile(aiter_wheel) as archive:
+        source = archive.read("aiter/mla.py").decode()
+    function = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)
+    path = tmp_path_factory.mktemp("stage2") / "stage2.py"
+    text = ast.get_source_segment(source, function)
+    path.write_text(f"import triton\nimport triton.language as tl\n\n\n@triton.jit\n{text}\n")
+    specification = importlib.util.spec_from_file_location("aiter_stage2", path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return getattr(module, name)

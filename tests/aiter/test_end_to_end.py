@@ -15,7 +15,7 @@ from mla_ops.testing import DecodeInputs, assert_matches, make_decode_inputs
 from .fake_rocm import Launch, Launches
 
 # One token, block edges of 16 and 64 keys, several pages, and a request without keys.
-LENGTHS = {16: [1, 16, 64, 65, 0, 130], 128: [33, 0, 16]}
+LENGTHS = {(16, 1): [1, 16, 64, 65, 0, 130], (16, 2): [1, 16, 65, 0], (16, 4): [2, 16, 65, 0], (128, 1): [33, 0, 16]}
 # One split has no LSE but in the first kernel; the others get two.
 CASES = [
     *((16, 1, splits) for splits in (1, 2, 3, 4)),
@@ -58,7 +58,7 @@ def low_precision(inputs: DecodeInputs) -> Tensor:
     ("heads", "query_len", "splits"), CASES, ids=[f"{h}-heads-q{q}-{s}-splits" for h, q, s in CASES]
 )
 def test_decode_agrees_with_the_reference(heads: int, query_len: int, splits: int, machine: list[Launch]) -> None:
-    inputs = decode_inputs(LENGTHS[heads], heads, query_len)
+    inputs = decode_inputs(LENGTHS[heads, query_len], heads, query_len)
     out, lse = mla_ops.mla_decode(**inputs.arguments(), num_kv_splits=splits, backend="aiter")
     expected, expected_lse = exact(inputs)
     assert [launch.function for launch in machine] == ["mla_decode_stage1_asm_fwd"]

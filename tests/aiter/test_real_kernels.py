@@ -1,4 +1,4 @@
-"""AITER's decode stage 1, its own gfx942 machine code, against attention in float64.
+"""AITER's decode, its own gfx942 machine code and its Triton merge, against attention in float64.
 
 Cases are (heads, query_len), by which AITER's dispatcher picks the kernel: subQ16, m16x4 for more queries, subQ128.
 """
@@ -13,6 +13,7 @@ import torch
 from ..cdna3.errors import MemoryFault
 from ..cdna3.launch import WAVE_ORDERS
 from ..cdna3.program import Program
+from ..cdna3.triton_launch import launch_triton
 from . import stage1
 from .stage1 import KERNARG_SLOTS, pack_kernarg, run_stage1, select_kernel
 
@@ -59,24 +60,54 @@ class Step:
             split_lse=torch.full((queries, splits, heads, 1), torch.nan),
         )
 
+    @property
+    def requests(self) -> torch.Tensor:
+        """int32 [B + 1]: 0, 1, 2, ..."""
+        return torch.arange(len(self.lengths) + 1, dtype=torch.int32)
+
     def run(self, load_program, **how) -> None:
-        batch = len(self.lengths)
         run_stage1(
             load_program,
             self.q,
             self.kv,
-            qo_indptr=torch.arange(batch + 1, dtype=torch.int32) * self.query_len,
+            qo_indptr=self.requests * self.query_len,
             kv_indptr=self.kv_indptr,
             kv_indices=self.kv_indices,
-            kv_last_page_lens=torch.ones(batch, dtype=torch.int32),
-            num_kv_splits_indptr=torch.arange(batch + 1, dtype=torch.int32) * self.splits,
+            kv_last_page_lens=torch.ones(len(self.lengths), dtype=torch.int32),
+            num_kv_splits_indptr=self.requests * self.splits,
             max_seqlen_q=self.query_len,
             softmax_scale=SCALE,
             split_data=self.split_data,
             split_lse=self.split_lse,
-            output=torch.full((batch * self.query_len, self.heads, LATENT), torch.nan, dtype=torch.bfloat16),
+            output=torch.full((len(self.q), self.heads, LATENT), torch.nan, dtype=torch.bfloat16),
             **how,
         )
+
+    def merge_by(self, stage2_kernel) -> torch.Tensor:
+        """AITER's own merge, launched as its `mla_decode_fwd` does: bf16 [queries, H, 512]."""
+        out = torch.full((len(self.q), self.heads, LATENT), torch.nan, dtype=torch.bfloat16)
+        kernel = select_kernel(self.heads, self.query_len)
+        launch_triton(
+            stage2_kernel,
+            (len(self.lengths), self.heads),
+            self.split_data,
+            self.split_lse,
+            out,
+            self.requests * self.query_len,
+            self.kv_indptr,
+            self.requests * self.splits,
+            *(self.split_lse.stride(axis) for axis in (0, 2, 1)),
+            *out.stride()[:2],
+            MAYBE_FINAL_OUT=kernel.bf16_when_unsplit,
+            BATCH_NUM=len(self.lengths),
+            BLOCK_DV=LATENT,
+            Lv=LATENT,
+            mgc=kernel.kv_block,
+            num_warps=4,
+            num_stages=2,
+            waves_per_eu=4,
+        )
+        return out
 
     def attention(self, request: int, query: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Attention of one query token over `tokens` of its request in fp64: out [H, 512], LSE [H]."""
@@ -155,6 +186,19 @@ def run_and_check(step: Step, load_program, **how) -> None:
 @pytest.mark.parametrize(("heads", "query_len"), CASES, ids=IDS)
 def test_splits_and_their_merge_match_attention(heads, query_len, splits, load_program):
     run_and_check(Step.random(ragged(heads, query_len), heads, query_len, splits), load_program)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("heads", "query_len"), CASES, ids=IDS)
+def test_both_stages_of_aiter_make_attention(heads, query_len, splits, load_program, stage2_kernel):
+    step = Step.random([70, query_len] if heads == 16 else [39], heads, query_len, splits)
+    step.run(load_program)
+    out = step.merge_by(stage2_kernel).double().numpy()
+    for request, length in enumerate(step.lengths):
+        for query in range(query_len):
+            visible = np.arange(length - (query_len - 1 - query))
+            expected, _ = step.attention(request, query, visible)
+            assert_close(out[request * query_len + query], expected, 2**-7)
 
 
 @pytest.mark.parametrize("order", WAVE_ORDERS[1:])

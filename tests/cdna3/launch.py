@@ -38,8 +38,8 @@ def launch(
         memory: every buffer that the kernel may touch.
         dynamic_lds: bytes of LDS beyond those that the kernel descriptor asks for.
         order: one of WAVE_ORDERS.
-        late: deliver a load only at the s_waitcnt that must wait for it; until then its registers keep their old
-            contents.
+        late: complete a load or an LDS operation only at the s_waitcnt that must wait for it; until then registers
+            and LDS keep their old contents.
 
     Raises:
         MemoryFault: an access outside `memory`, the LDS or the scratch; it names instruction, pc, address and the
@@ -164,6 +164,7 @@ def _run_workgroup(program: Program, waves: list[Wave], order: str, workgroup: t
                         waiting[number] = wave
                     elif event == END:
                         wave.wait("vm", 0)
+                        wave.wait("lgkm", 0)
                     break
         if not running:
             running, waiting = {n: waiting[n] for n, _ in numbered if n in waiting}, {}

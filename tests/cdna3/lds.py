@@ -1,4 +1,7 @@
-"""LDS instructions, and the lane permutations that go through the LDS crossbar."""
+"""LDS instructions, and the lane permutations that go through the LDS crossbar.
+
+LDS carries out the operations of a wave in order. Reads look at LDS when they issue, behind the writes of their wave.
+"""
 
 import re
 from collections.abc import Callable
@@ -57,12 +60,6 @@ def _elements(wave: Wave, width: int) -> np.ndarray:
     return np.ndarray(max(len(wave.lds) - width + 1, 0), f"<u{width}", wave.lds, strides=(1,))
 
 
-def _commit(wave: Wave, register: int, values: np.ndarray) -> None:
-    """Let a read of uint32 [count, 64] arrive in the lanes that are active now."""
-    active, rows = wave.active, wave.vector[register : register + len(values)]
-    wave.finish("lgkm", lambda: np.copyto(rows, values, where=active))
-
-
 def _whole(instruction: Instruction, match: re.Match) -> Step:
     is_read, two, dwords = match[1] == "read", match[2], int(match[3]) // 32
     if two:
@@ -73,25 +70,34 @@ def _whole(instruction: Instruction, match: re.Match) -> Step:
     address, sources = instruction["addr"], [_register(instruction, "data0"), _register(instruction, "data1")]
     destination = _register(instruction, "vdst")
 
-    def move(wave: Wave) -> None:
-        active = wave.active
-        base = wave.vector[address, active].astype(np.int64)
-        memory = _elements(wave, 4)
-        values = np.zeros((len(offsets) * dwords, 64), np.uint32)
-        for part, offset in enumerate(offsets):
-            start = base + offset
-            _check(wave, start, 4 * dwords)
-            for element in range(dwords):
-                if is_read:
-                    values[part * dwords + element, active] = memory[start + 4 * element]
-                else:
-                    memory[start + 4 * element] = wave.vector[sources[part] + element, active]
-        if is_read:
-            _commit(wave, destination, values)
-        else:
-            wave.finish("lgkm", lambda: None)
+    def starts(wave: Wave) -> list[np.ndarray]:
+        base = wave.vector[address, wave.active].astype(np.int64)
+        for offset in offsets:
+            _check(wave, base + offset, 4 * dwords)
+        return [base + offset + 4 * element for offset in offsets for element in range(dwords)]
 
-    return move
+    def read(wave: Wave) -> None:
+        wave.settle_lds()
+        active, memory = wave.active, _elements(wave, 4)
+        data = [memory[start] for start in starts(wave)]
+
+        def commit() -> None:
+            for register, values in enumerate(data, destination):
+                wave.vector[register, active] = values
+
+        wave.finish("lgkm", commit)
+
+    def write(wave: Wave) -> None:
+        memory, rows = _elements(wave, 4), starts(wave)
+        data = [wave.vector[source + element, wave.active] for source in sources for element in range(dwords)]
+
+        def commit() -> None:
+            for start, values in zip(rows, data, strict=False):
+                memory[start] = values
+
+        wave.write_lds(commit)
+
+    return read if is_read else write
 
 
 def _narrow_read(instruction: Instruction, match: re.Match) -> Step:
@@ -100,18 +106,22 @@ def _narrow_read(instruction: Instruction, match: re.Match) -> Step:
     top = np.uint32(1 << 8 * width - 1)
 
     def read(wave: Wave) -> None:
+        wave.settle_lds()
         active = wave.active
         start = wave.vector[address, active].astype(np.int64) + offset
         _check(wave, start, width)
-        values = np.zeros(64, np.uint32)
-        values[active] = _elements(wave, width)[start]
+        loaded = _elements(wave, width)[start].astype(np.uint32)
         if signed:
-            values = (values ^ top) - top
-        if half:
-            old = wave.vector[destination]
-            low = values & np.uint32(0xFFFF)
-            values = old & np.uint32(0xFFFF) | low << np.uint32(16) if high else old & np.uint32(0xFFFF0000) | low
-        _commit(wave, destination, values[None])
+            loaded = (loaded ^ top) - top
+
+        def commit() -> None:
+            values = loaded
+            if half:
+                old, low = wave.vector[destination, active], values & np.uint32(0xFFFF)
+                values = old & np.uint32(0xFFFF) | low << np.uint32(16) if high else old & np.uint32(0xFFFF0000) | low
+            wave.vector[destination, active] = values
+
+        wave.finish("lgkm", commit)
 
     return read
 
@@ -121,10 +131,14 @@ def _narrow_write(instruction: Instruction, match: re.Match) -> Step:
     address, offset, source = instruction["addr"], _offset(instruction), _register(instruction, "data0")
 
     def write(wave: Wave) -> None:
+        memory, values = _elements(wave, width), wave.vector[source, wave.active] >> shift
         start = wave.vector[address, wave.active].astype(np.int64) + offset
         _check(wave, start, width)
-        _elements(wave, width)[start] = wave.vector[source, wave.active] >> shift
-        wave.finish("lgkm", lambda: None)
+
+        def commit() -> None:
+            memory[start] = values
+
+        wave.write_lds(commit)
 
     return write
 
@@ -142,11 +156,13 @@ def _transposed(instruction: Instruction, match: re.Match) -> Step:
     source_element = np.broadcast_to(LANES % per_lane, source_lane.shape)
 
     def read(wave: Wave) -> None:
+        wave.settle_lds()
         start = wave.vector[address].astype(np.int64) + offset
         _check(wave, start, 8)
         elements = _elements(wave, width)[start[source_lane] + width * source_element]
-        values = np.ascontiguousarray(elements.T).view(np.uint32).T
-        _commit(wave, destination, np.ascontiguousarray(values))
+        dwords = np.ascontiguousarray(elements.T).view(np.uint32).T
+        active, rows = wave.active, wave.vector[destination : destination + 2]
+        wave.finish("lgkm", lambda: np.copyto(rows, dwords, where=active))
 
     return read
 
@@ -177,6 +193,7 @@ def _crossbar(instruction: Instruction) -> Step:
             else:
                 values = np.zeros(64, np.uint32)
                 values[other[wave.active]] = wave.vector[data, wave.active]
-        _commit(wave, destination, values[None])
+        active = wave.active
+        wave.finish("lgkm", lambda: np.copyto(wave.vector[destination], values, where=active))
 
     return permute

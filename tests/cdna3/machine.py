@@ -148,8 +148,8 @@ class Wave:
 
     `vector` is uint32 [512, 64]: VGPRs, then AGPRs. `lds` is uint8 [bytes], shared by the waves of a workgroup;
     `scratch` is uint32 [dwords, 64].
-    With `late`, a load arrives only at the s_waitcnt that must wait for it, the slowest memory that the ISA allows;
-    until then its registers keep their old contents.
+    With `late`, a load or an LDS operation completes only at the s_waitcnt that must wait for it, as slowly as the ISA
+    allows; until then registers and LDS keep their old contents.
     """
 
     def __init__(self, memory: Memory, lds: np.ndarray, scratch_bytes: int = 0, late: bool = False):
@@ -161,6 +161,7 @@ class Wave:
         self.pc = 0
         self.code_base = 0
         self.index_mode = False
+        self._lds_writes: deque[Callable[[], None]] = deque()
         self._pending: dict[str, deque[tuple[bool, Callable[[], None]]]] = {"vm": deque(), "lgkm": deque()}
         self.write64(EXEC, MASK64)
 
@@ -201,6 +202,19 @@ class Wave:
         queue.append((in_order, action))
         if len(queue) > _COUNTER_LIMITS[counter]:
             queue.popleft()[1]()
+
+    def write_lds(self, action: Callable[[], None]) -> None:
+        """Carry out an LDS write: now, or with `late` at its s_waitcnt or before this wave reads LDS again."""
+        if not self.late:
+            action()
+            return
+        self._lds_writes.append(action)
+        self.finish("lgkm", lambda: self.settle_lds(action))
+
+    def settle_lds(self, last: Callable[[], None] | None = None) -> None:
+        """Carry out the LDS writes still to come, in order: all, or those up to `last`."""
+        while self._lds_writes and (last is None or last in self._lds_writes):
+            self._lds_writes.popleft()()
 
     def wait(self, counter: str, remaining: int) -> None:
         """Complete what must be complete once at most `remaining` operations are in flight."""

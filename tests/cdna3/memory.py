@@ -134,13 +134,12 @@ def _load(addresses: Addresses, transfer: Transfer, register: int) -> Step:
     width, count = transfer.width, transfer.count
 
     def load(wave: Wave) -> None:
-        active, old = wave.active, wave.vector[register]
+        active, rows = wave.active, wave.vector[register : register + count]
         where, in_range = addresses(wave)
         values = np.zeros((count, 64), np.uint32)
         values[:, in_range] = wave.memory.gather(where[in_range], width, count)
-        values = transfer.merge(old, transfer.extend(values))
-        rows = wave.vector[register : register + count]
-        wave.finish("vm", lambda: np.copyto(rows, values, where=active))
+        # D16 loads of both halves of a register may be in flight together, so halves are put together on arrival.
+        wave.finish("vm", lambda: np.copyto(rows, transfer.merge(rows, transfer.extend(values)), where=active))
 
     return load
 

@@ -89,9 +89,8 @@ def raw_vector_source(
         if bits == 64:
 
             def pair(wave: Wave) -> np.ndarray:
-                return wave.vector[register].astype(np.uint64) | wave.vector[register + 1].astype(
-                    np.uint64
-                ) << np.uint64(32)
+                low, high = wave.vector[register : register + 2].astype(np.uint64)
+                return low | high << np.uint64(32)
 
             return pair
         return lambda wave: wave.vector[register]

@@ -148,8 +148,19 @@ def test_accesses_outside_the_allocation_fault():
         run_wave("ds_write_b64 v0, v[2:3]", address, lds=lds)
 
 
-def test_late_reads_arrive_in_order():
+def test_late_operations_complete_in_order_at_their_wait():
     lds = np.full(256, 9, np.uint8)
     text = "ds_read_u8 v1, v0\nds_read_u8 v2, v0\ns_waitcnt lgkmcnt(1)\nv_mov_b32 v3, v1\nv_mov_b32 v4, v2"
     wave = run_wave(text, {"v0": 0, "v2": 0}, lds=lds, late=True)
     assert wave.vector[3:5, 0].tolist() == [9, 0]
+    text = "ds_write_b8 v0, v1\nds_write_b8 v0, v1 offset:1\nv_mov_b32 v1, 0\n"
+    for then, expected in (("", [9, 9]), ("s_waitcnt lgkmcnt(1)", [5, 9]), ("ds_read_u8 v2, v0 offset:9", [5, 5])):
+        lds[:] = 9
+        run_wave(text + then, {"v0": 0, "v1": 5}, lds=lds, late=True)
+        assert lds[:2].tolist() == expected
+
+
+def test_both_halves_of_a_register_may_be_in_flight():
+    lds = np.arange(8, dtype=np.uint8)
+    text = "ds_read_u16_d16 v1, v0\nds_read_u16_d16_hi v1, v0 offset:4\ns_waitcnt lgkmcnt(0)"
+    assert run_wave(text, {"v0": 0}, lds=lds, late=True).vector[1, 0] == 0x05040100

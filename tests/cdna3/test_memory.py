@@ -236,6 +236,13 @@ def test_late_loads_arrive_at_the_wait_that_needs_them(wait):
     assert run_wave(text, registers, memory=memory).vector[3:5, 0].tolist() == [5, 5]
 
 
+def test_both_halves_of_a_register_may_be_in_flight():
+    memory, address = buffer_of(np.array([0x1111, 0x2222], np.uint16))
+    loads = "global_load_short_d16 v1, v0, s[0:1]\nglobal_load_short_d16_hi v1, v0, s[0:1] offset:2"
+    wave = run_wave(f"{loads}\ns_waitcnt vmcnt(0)", {"v0": 0, "s[0:1]": address}, memory=memory, late=True)
+    assert wave.vector[1, 0] == 0x22221111
+
+
 @pytest.mark.parametrize(("wait", "arrived"), [("lgkmcnt(1)", False), ("lgkmcnt(0)", True)])
 def test_scalar_loads_arrive_in_any_order(wait, arrived):
     memory, address = buffer_of(np.full(64, 5, np.uint32))

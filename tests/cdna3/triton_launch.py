@@ -49,7 +49,9 @@ def launch_triton(
         raise TypeError(f"{kernel.fn.__name__} is missing the arguments {', '.join(missing)}")
     options = {name: value for name, value in named.items() if name not in kernel.arg_names}
     compiled, constants = compile_triton(kernel, values, options, arch)
-    program = _programs.setdefault(compiled.hash, Program(CodeObject(compiled.asm["hsaco"])))
+    if compiled.hash not in _programs:
+        _programs[compiled.hash] = Program(CodeObject(compiled.asm["hsaco"]))
+    program = _programs[compiled.hash]
     run_time = {name: values[name] for name in kernel.arg_names if name not in constants}
     memory = Memory()
     for name, value in run_time.items():

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def _compile_and_capture(step: Any, options: Any) -> dict[int, Callable[[], Any]
         with torch.no_grad():
             compiled(**inputs)
             if pool is None:
-                graphs[size] = lambda inputs=inputs: compiled(**inputs)
+                graphs[size] = partial(compiled, **inputs)
                 continue
             _synchronize(options.device)
             graph = torch.cuda.CUDAGraph()

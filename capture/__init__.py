@@ -9,10 +9,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from capture.buckets import (
+        PaddingWaste,
+        choose_batch_sizes,
+        default_batch_sizes,
+        padding_waste,
+        smallest_fit,
+    )
+    from capture.buffers import BatchDim
+    from capture.errors import (
+        CacheAccessError,
+        CacheCorruptError,
+        CacheError,
+        CacheLockTimeout,
+        CaptureError,
+        GraphCaptureError,
+        InputMismatchError,
+        NotCapturedError,
+        VerificationError,
+    )
     from capture.fingerprint import Fingerprint
     from capture.guard import CompileEvent, CompileWatch, register_build_source
     from capture.report import WarmupReport
+    from capture.runner import CapturedBucket, CaptureReport, GraphRunner
     from capture.store import CacheStore
+    from capture.verify import BucketResult, VerifyReport, verify
     from capture.warmup import (
         BuildOptions,
         CompiledFunctionUnit,
@@ -26,39 +47,81 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "BatchDim",
+    "BucketResult",
     "BuildOptions",
+    "CacheAccessError",
+    "CacheCorruptError",
+    "CacheError",
+    "CacheLockTimeout",
     "CacheStore",
+    "CaptureError",
+    "CaptureReport",
+    "CapturedBucket",
     "CompileEvent",
     "CompileWatch",
     "CompiledFunctionUnit",
     "Fingerprint",
+    "GraphCaptureError",
     "GraphCaptureUnit",
+    "GraphRunner",
+    "InputMismatchError",
+    "NotCapturedError",
+    "PaddingWaste",
     "Unit",
     "UnitResult",
+    "VerificationError",
+    "VerifyReport",
     "VerifyUnit",
     "WarmupManager",
     "WarmupPlan",
     "WarmupReport",
     "WarmupSpec",
+    "choose_batch_sizes",
+    "default_batch_sizes",
+    "padding_waste",
     "register_build_source",
+    "smallest_fit",
+    "verify",
 ]
 
 _MODULE_OF = {
+    "BatchDim": "buffers",
+    "BucketResult": "verify",
     "BuildOptions": "warmup",
+    "CacheAccessError": "errors",
+    "CacheCorruptError": "errors",
+    "CacheError": "errors",
+    "CacheLockTimeout": "errors",
     "CacheStore": "store",
+    "CaptureError": "errors",
+    "CaptureReport": "runner",
+    "CapturedBucket": "runner",
     "CompileEvent": "guard",
     "CompileWatch": "guard",
     "CompiledFunctionUnit": "warmup",
     "Fingerprint": "fingerprint",
+    "GraphCaptureError": "errors",
     "GraphCaptureUnit": "warmup",
+    "GraphRunner": "runner",
+    "InputMismatchError": "errors",
+    "NotCapturedError": "errors",
+    "PaddingWaste": "buckets",
     "Unit": "warmup",
     "UnitResult": "warmup",
+    "VerificationError": "errors",
+    "VerifyReport": "verify",
     "VerifyUnit": "warmup",
     "WarmupManager": "warmup",
     "WarmupPlan": "warmup",
     "WarmupReport": "report",
     "WarmupSpec": "warmup",
+    "choose_batch_sizes": "buckets",
+    "default_batch_sizes": "buckets",
+    "padding_waste": "buckets",
     "register_build_source": "guard",
+    "smallest_fit": "buckets",
+    "verify": "verify",
 }
 
 

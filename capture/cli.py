@@ -11,9 +11,12 @@ import json
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from capture.errors import CaptureError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,10 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _UsageError as error:
         print(f"mla-warmup: {error}", file=sys.stderr)
         return _USAGE
-    except Exception as error:
+    except (CaptureError, OSError) as error:
         print(f"mla-warmup: {type(error).__name__}: {error}", file=sys.stderr)
         if os.environ.get("MLA_WARMUP_TRACEBACK"):
             raise
+        return _FAILED
+    except Exception:  # a bug, ours or of the user's factory, keeps its traceback
+        traceback.print_exc()
         return _FAILED
 
 
@@ -55,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mla-warmup",
         description="Build kernels and compiled graphs once, keep them in a checked cache, start warm.",
-        epilog="Exit status: 0 done, 1 failed, 2 wrong usage. MLA_WARMUP_TRACEBACK=1 shows tracebacks.",
+        epilog="Exit status: 0 done, 1 failed, 2 wrong usage. MLA_WARMUP_TRACEBACK=1 shows the traceback of a failure.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     build = _add(commands, "build", _build, "build what the cache lacks, load the rest, capture and verify")
@@ -67,18 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     for command in (build, verify):
         command.add_argument("--quiet", action="store_true", help="no progress, and no table")
     clean = _add(commands, "clean", _clean, "remove old or large entries of the cache")
-    clean.add_argument(
-        "--older-than", type=_duration, metavar="AGE", help="built longer ago, such as 12h or 7d"
-    )
-    clean.add_argument(
-        "--max-size", type=_size, metavar="SIZE", help="the oldest, until the rest fits: 500M, 10G"
-    )
+    clean.add_argument("--older-than", type=_duration, metavar="AGE", help="built longer ago, such as 12h or 7d")
+    clean.add_argument("--max-size", type=_size, metavar="SIZE", help="the oldest, until the rest fits: 500M, 10G")
     clean.add_argument("--all", action="store_true", help="every entry")
     clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     for command in (build, status, verify, clean):
-        command.add_argument(
-            "--cache-dir", help="default: $MLA_WARMUP_CACHE, else the user's cache directory"
-        )
+        command.add_argument("--cache-dir", help="default: $MLA_WARMUP_CACHE, else the user's cache directory")
         command.add_argument("--json", action="store_true", help="one JSON document on stdout")
     doctor = _add(commands, "doctor", _doctor, "say what this machine has, what it can serve and what to do")
     doctor.add_argument("--json", action="store_true", help="one JSON document on stdout")
@@ -87,12 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str
-) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(
-        name, help=help, description=help.capitalize() + "."
-    )
+def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help.capitalize() + ".")
     command.set_defaults(command=run)
     return command
 
@@ -102,12 +98,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help=model + "returns a WarmupSpec)")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--batch-sizes", type=_numbers, metavar="N,N,...", help="batch sizes to capture")
-    sizes.add_argument(
-        "--max-batch-size", type=_positive, metavar="N", help="capture the default sizes up to N"
-    )
-    parser.add_argument(
-        "--query-len", type=_positive, metavar="N", help="query tokens per request (default 1)"
-    )
+    sizes.add_argument("--max-batch-size", type=_positive, metavar="N", help="capture the default sizes up to N")
+    parser.add_argument("--query-len", type=_positive, metavar="N", help="query tokens per request (default 1)")
     parser.add_argument("--dtype", help="such as bfloat16 (the default)")
     parser.add_argument("--kv-dtype", help="of the latent cache (default: --dtype)")
     parser.add_argument("--page-size", type=_positive, metavar="N", help="tokens per page (default 64)")
@@ -240,7 +232,10 @@ def _options(arguments: argparse.Namespace) -> BuildOptions:
         import torch
 
         chosen["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    return BuildOptions(**chosen)
+    try:
+        return BuildOptions(**chosen)
+    except ValueError as error:
+        raise _UsageError(str(error)) from None
 
 
 def _spec(model: str, options: BuildOptions) -> WarmupSpec:
@@ -248,7 +243,11 @@ def _spec(model: str, options: BuildOptions) -> WarmupSpec:
 
     module, colon, factory = model.partition(":")
     if not colon or os.path.exists(model):
-        spec = import_module("mla_ops.warmup").spec(model, options)
+        make, refusals = import_module("mla_ops.warmup").spec, (ValueError, import_module("mla_ops").MLAError, OSError)
+        try:
+            spec = make(model, options)
+        except refusals as error:
+            raise _UsageError(f"--model {model}: {error}") from None
     else:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # as `python -m` does; an installed command's path lacks it
@@ -258,16 +257,13 @@ def _spec(model: str, options: BuildOptions) -> WarmupSpec:
             raise _UsageError(f"--model {model}: {error}") from None
         spec = make(options)
     if not isinstance(spec, WarmupSpec):
-        raise _UsageError(
-            f"--model {model} gave a {type(spec).__name__}; it must return a capture.WarmupSpec"
-        )
+        raise _UsageError(f"--model {model} gave a {type(spec).__name__}; it must return a capture.WarmupSpec")
     return spec
 
 
 def _show_plan(plan: WarmupPlan, as_json: bool) -> None:
     units = [
-        {"kind": row.unit.kind, "key": row.unit.key, "phase": row.unit.phase, "state": row.state}
-        for row in plan.units
+        {"kind": row.unit.kind, "key": row.unit.key, "phase": row.unit.phase, "state": row.state} for row in plan.units
     ]
     if as_json:
         _print_json(

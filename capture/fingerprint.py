@@ -113,9 +113,7 @@ class Fingerprint:
     def diff(self, other: Fingerprint) -> list[tuple[str, JSON, JSON]]:
         """The fields that differ, as ``(field, ours, theirs)``; nested fields are named ``outer.inner``."""
         ours, theirs = dict(_flatten(self.fields)), dict(_flatten(other.fields))
-        pairs = (
-            (name, ours.get(name, ABSENT), theirs.get(name, ABSENT)) for name in sorted({*ours, *theirs})
-        )
+        pairs = ((name, ours.get(name, ABSENT), theirs.get(name, ABSENT)) for name in sorted({*ours, *theirs}))
         return [pair for pair in pairs if _canonical(pair[1]) != _canonical(pair[2])]
 
 

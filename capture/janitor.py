@@ -34,9 +34,7 @@ def entries(root: Path) -> list[CachedEntry]:
     """The directories of a cache, the most lately built first."""
     if not root.is_dir():
         return []
-    found = [
-        _entry(path) for path in root.iterdir() if re.fullmatch(r"[0-9a-f]{20}", path.name) and path.is_dir()
-    ]
+    found = [_entry(path) for path in root.iterdir() if re.fullmatch(r"[0-9a-f]{20}", path.name) and path.is_dir()]
     return sorted(found, key=lambda entry: (entry.age, entry.path))
 
 

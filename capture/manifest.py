@@ -64,18 +64,13 @@ class Manifest:
         """
         try:
             raw = json.loads(data)
-            units = {
-                key: UnitRecord(**{**unit, "files": tuple(unit["files"])})
-                for key, unit in raw["units"].items()
-            }
+            units = {key: UnitRecord(**{**unit, "files": tuple(unit["files"])}) for key, unit in raw["units"].items()}
             files = {path: FileRecord(**record) for path, record in raw["files"].items()}
             manifest = cls(raw["fingerprint"], units, files)
             _check_paths(files)
             same = manifest.render() == data
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CacheCorruptError(
-                f"the manifest cannot be read ({type(error).__name__}: {error})"
-            ) from None
+            raise CacheCorruptError(f"the manifest cannot be read ({type(error).__name__}: {error})") from None
         if not same:
             raise CacheCorruptError("the manifest is not what was written (its own checksum differs)")
         return manifest

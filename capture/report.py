@@ -155,9 +155,7 @@ class WarmupReport:
         parts += [Text(f"note: {line}") for line in self.notes]
         failed = sum(unit.state in ("failed", "skipped") for unit in self.units)
         verdict = f"{_title(self)}: {self.seconds:.1f} s, {self.compiled} compilations"
-        parts.append(
-            Text(f"{verdict}, {failed} units failed" if failed else verdict, style="red" if failed else "")
-        )
+        parts.append(Text(f"{verdict}, {failed} units failed" if failed else verdict, style="red" if failed else ""))
         return Group(*parts)
 
 
@@ -202,9 +200,7 @@ def _state_table(reports: Sequence[WarmupReport]) -> Table:
     table = _table("unit", *(_title(report) for report in reports))
     columns = [{unit.key: unit for unit in report.units} for report in reports]
     for key in dict.fromkeys(key for column in columns for key in column):
-        cells = [
-            f"{unit.state} {unit.seconds:.2f} s" if (unit := column.get(key)) else "-" for column in columns
-        ]
+        cells = [f"{unit.state} {unit.seconds:.2f} s" if (unit := column.get(key)) else "-" for column in columns]
         table.add_row(_escape(key), *cells)
     return table
 

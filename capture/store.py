@@ -44,11 +44,7 @@ _applied: dict[str, str] = {}  # what this process set: not a user's setting
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """``cache_dir``, else ``$MLA_WARMUP_CACHE``, else the user's cache directory. Nothing is created."""
-    chosen = (
-        cache_dir
-        or os.environ.get("MLA_WARMUP_CACHE")
-        or platformdirs.user_cache_dir("mla-ops", appauthor=False)
-    )
+    chosen = cache_dir or os.environ.get("MLA_WARMUP_CACHE") or platformdirs.user_cache_dir("mla-ops", appauthor=False)
     return Path(chosen).expanduser().absolute()
 
 
@@ -64,9 +60,7 @@ def check_access(directory: Path) -> None:
     except OSError as error:
         raise CacheAccessError(f"cannot use the cache directory {directory}: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode):
-        raise CacheAccessError(
-            f"{directory} is not a directory; move it away or choose another cache directory"
-        )
+        raise CacheAccessError(f"{directory} is not a directory; move it away or choose another cache directory")
     if status.st_uid not in (os.geteuid(), 0):
         raise CacheAccessError(
             f"{directory} is owned by user {status.st_uid}, not by you ({os.geteuid()}) or root; a cache is "
@@ -138,9 +132,7 @@ class CacheStore:
             CacheAccessError: as :func:`check_access`, or the caller may not read the directory.
         """
         if self.root.is_dir() and not os.access(self.root, os.R_OK | os.X_OK):
-            raise CacheAccessError(
-                f"{self.root} cannot be read; its owner can allow it: chmod -R go+rX {self.root}"
-            )
+            raise CacheAccessError(f"{self.root} cannot be read; its owner can allow it: chmod -R go+rX {self.root}")
         empty = Manifest(self.fingerprint.fields)
         if not self.directory.exists():
             return CacheCheck(empty, {}, frozenset(), frozenset())
@@ -154,9 +146,7 @@ class CacheStore:
             return CacheCheck(empty, {_MANIFEST: str(error)}, frozenset(), frozenset())
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             verdicts = pool.map(self._examine, manifest.files, manifest.files.values())
-            damaged = {
-                path: verdict for path, verdict in zip(manifest.files, verdicts, strict=True) if verdict
-            }
+            damaged = {path: verdict for path, verdict in zip(manifest.files, verdicts, strict=True) if verdict}
         broken = {key for key, unit in manifest.units.items() if not damaged.keys().isdisjoint(unit.files)}
         return CacheCheck(manifest, damaged, frozenset(manifest.units.keys() - broken), frozenset(broken))
 
@@ -219,24 +209,16 @@ class CacheStore:
         notes = []
         if needs_overlay(self.directory / name for name in _PAYLOAD):
             self._place = make_overlay(self.directory, check.manifest.files.keys() - check.damaged.keys())
-            notes.append(
-                f"{self.directory} is read-only; what compilers write goes to {self._place} and is not kept"
-            )
+            notes.append(f"{self.directory} is read-only; what compilers write goes to {self._place} and is not kept")
         for variable, value in self.environment().items():
             current = os.environ.get(variable)
-            if (
-                current is None
-                or current == _applied.get(variable)
-                or Path(current).is_relative_to(self.root)
-            ):
+            if current is None or current == _applied.get(variable) or Path(current).is_relative_to(self.root):
                 _applied[variable] = os.environ[variable] = value
             elif variable == "TORCHINDUCTOR_CACHE_DIR" and _is_torch_default(current):
                 _applied[variable] = os.environ[variable] = value
                 notes.append(f"torch.compile had begun to use {current}; what it compiled before stays there")
             else:
-                notes.append(
-                    f"{variable}={current} was set already and stays: its files are neither kept nor checked"
-                )
+                notes.append(f"{variable}={current} was set already and stays: its files are neither kept nor checked")
         return notes
 
     def _check_access(self) -> None:

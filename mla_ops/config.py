@@ -172,7 +172,7 @@ class _FrozenDict(dict[str, Any]):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("MLAConfig.rope_scaling does not change; make another config with dataclasses.replace")
 
-    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
 
 
 def _checked_rope_scaling(scaling: Mapping[str, Any]) -> Mapping[str, Any]:

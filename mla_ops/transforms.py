@@ -246,13 +246,18 @@ def _write_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
             "the calls would write it in no defined order; make one call with all tokens"
         )
     cache = kv_cache.movedim(in_dims[2], 0)
+    if cache.stride(0) != cache.shape[1] * cache.stride(1):
+        raise InferenceOnlyError(
+            f"vmap of write_latent_cache needs each call's pages after another's, got a kv_cache of strides "
+            f"{kv_cache.stride()} batched in dim {in_dims[2]}; batch it in dim 0 of a contiguous tensor"
+        )
     slots = fold.batched(slot_mapping, in_dims[3])
     slots_of_call = cache.shape[1] * cache.shape[2]
     live = (slots >= 0) & (slots < slots_of_call)
     _ops.write_latent_cache(
         fold.rows(kv_c, in_dims[0]),
         fold.rows(k_pe, in_dims[1]),
-        cache.view(-1, *cache.shape[2:]),
+        cache.flatten(0, 1),
         (slots + fold.offsets(slots_of_call, slots)).where(live, -1).flatten(),
         *args[4:],
     )

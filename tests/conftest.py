@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 
@@ -30,3 +31,7 @@ def seed() -> int:
     random.seed(value)
     torch.manual_seed(value)
     return value
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # captures collect garbage; what was imported need not be walked each time

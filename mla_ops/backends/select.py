@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +14,7 @@ from mla_ops.errors import BackendUnavailableError
 
 __all__ = ["BACKENDS", "Choice", "Op", "select"]
 
-BACKENDS = ("aiter", "reference")
+BACKENDS = ("aiter", "reference", "triton")
 
 Op = Literal["decode", "prefill", "cache"]
 """What is to be served: attention in one form or the other, or only reads and writes of the cache."""
@@ -76,20 +78,27 @@ def select(
         return Choice("reference", "asked for")
     if backend == "auto" and device.type == "cpu":
         return Choice("reference", "the device is a CPU")
-    if backend == "auto" and torch.version.hip is None:
-        return Choice("reference", f"no kernel backend of this version serves a {device.type} device")
-    if config is not None:
-        decode, prefill = (config.latent_dim, config.kv_lora_rank), (config.qk_head_dim, config.v_head_dim)
-        num_heads, widths = num_heads or config.num_heads, widths or (prefill if op == "prefill" else decode)
-    elif widths is None:
-        op = "cache"
-    request = _Request(device, dtype, kv_dtype or dtype, op, num_heads or 1, widths or (0, 0), query_len)
-    try:
-        return Choice("aiter", _aiter_reason(request))
-    except BackendUnavailableError as error:
-        if backend == "aiter":
-            raise
-        return Choice("reference", f"AITER does not serve this: {error.reason}")
+    before = ""
+    if backend == "aiter" or (backend == "auto" and torch.version.hip is not None):
+        if config is not None:
+            decode, prefill = (config.latent_dim, config.kv_lora_rank), (config.qk_head_dim, config.v_head_dim)
+            num_heads, widths = num_heads or config.num_heads, widths or (prefill if op == "prefill" else decode)
+        elif widths is None:
+            op = "cache"
+        request = _Request(device, dtype, kv_dtype or dtype, op, num_heads or 1, widths or (0, 0), query_len)
+        try:
+            return Choice("aiter", _aiter_reason(request))
+        except BackendUnavailableError as error:
+            if backend == "aiter":
+                raise
+            before = f"AITER does not serve this ({error.reason}); "
+    refusal = _triton_refusal(config, device, dtype)
+    if refusal is None:
+        served = "asked for" if backend == "triton" else f"its kernels serve {dtype} on {device.type}"
+        return Choice("triton", before + served)
+    if backend == "triton":
+        raise BackendUnavailableError("triton", refusal, 'use backend="reference"')
+    return Choice("reference", f"{before}the triton backend cannot serve: {refusal}")
 
 
 def _aiter_reason(request: _Request) -> str:
@@ -119,3 +128,20 @@ def _aiter_reason(request: _Request) -> str:
     )
     padded = f", {request.num_heads} heads padded to {row.num_heads}" if row.num_heads != request.num_heads else ""
     return f"{where}, {row.code_object}{padded}"
+
+
+def _triton_refusal(config: MLAConfig | None, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why our own kernels cannot serve, or None. Does not import triton."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        return f"its kernels cannot run on {device.type}"
+    if dtype == torch.float64:
+        return "its kernels accumulate in float32 and the queries are float64"
+    if config is not None:
+        for name in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim"):
+            width = getattr(config, name)
+            if (width & (width - 1) or width < 16) and (name, width) != ("qk_rope_head_dim", 0):
+                return f"{name} must be a power of two and at least 16, got {width}"
+    return None

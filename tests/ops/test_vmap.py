@@ -229,6 +229,19 @@ def test_write_to_one_cache_from_many_calls_is_refused() -> None:
     assert not cache.any()
 
 
+def test_write_to_caches_whose_pages_alternate_is_refused() -> None:
+    """They can't be folded into one cache without a copy, and a copy would not be the caller's."""
+    caches = torch.zeros(3, CALLS, 4, 48)
+
+    def function(kv_c: Tensor, cache: Tensor) -> Tensor:
+        mla_ops.write_latent_cache(kv_c, torch.zeros(1, 16), cache, torch.tensor([5]))
+        return kv_c
+
+    with pytest.raises(InferenceOnlyError, match="vmap of write_latent_cache needs each call's pages after another's"):
+        vmap(function, in_dims=(0, 1))(torch.randn(CALLS, 1, 32), caches)
+    assert not caches.any()
+
+
 def test_decode_into_buffers_is_refused() -> None:
     x = make_decode_inputs([3])
     out, lse = torch.zeros(CALLS, *x.q.shape[:2], 32), torch.zeros(CALLS, *x.q.shape[:2])

@@ -63,9 +63,7 @@ def start(cache: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
     The processes are forked from one that has imported torch: eight imports at once would take too long.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "rich.table", "capture.cli", "capture.warmup", "tests.warmup.toys"]
-    )
+    context.set_forkserver_preload(["torch", "rich.table", "capture.cli", "capture.warmup", "tests.warmup.toys"])
     commands: list[Command] = []
 
     def run(*arguments: str, **environment: str) -> Command:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from capture.buckets import default_batch_sizes
 from capture.cli import main
 from capture.report import WarmupReport
 
@@ -40,9 +41,7 @@ code = main(["build", "--help"]) or main(["--help"])
 heavy = {"torch", "rich", "numpy", "filelock", "triton"} & set(sys.modules)
 sys.exit(f"imported {heavy}" if heavy else code)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "module:factory" in done.stdout
 
@@ -65,9 +64,7 @@ sys.exit(f"imported {heavy}" if heavy else code)
     ],
     ids=" ".join,
 )
-def test_wrong_usage_is_2_and_says_why(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_is_2_and_says_why(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert "mla-warmup" in err
@@ -90,9 +87,8 @@ def test_options_reach_the_factory(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_largest_batch_size_stands_for_the_default_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    buckets = pytest.importorskip("capture.buckets")
     _, raw = run_json(capsys, "build", "--model", TOY[1], "--device", "cpu", "--max-batch-size", "12")
-    assert tuple(row["batch_size"] for row in raw["buckets"]) == buckets.default_batch_sizes(12)
+    assert tuple(row["batch_size"] for row in raw["buckets"]) == default_batch_sizes(12)
 
 
 def test_a_second_build_is_warm(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,9 +45,7 @@ def test_what_is_not_json_is_refused_by_name(value: object) -> None:
 
 @pytest.mark.parametrize("name", ENVIRONMENT_SWITCHES)
 @pytest.mark.parametrize("value", ["1", ""], ids=["set", "empty"])
-def test_a_compiler_switch_enters_by_being_present(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_switch_enters_by_being_present(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(name, raising=False)
     without = environment_fields("cpu")
     monkeypatch.setenv(name, value)
@@ -94,9 +92,7 @@ class _Properties:
     multi_processor_count = 304
 
 
-@pytest.mark.parametrize(
-    ("hip", "arch"), [("7.2", "gfx942:sramecc+:xnack-"), (None, "sm_90")], ids=["rocm", "cuda"]
-)
+@pytest.mark.parametrize(("hip", "arch"), [("7.2", "gfx942:sramecc+:xnack-"), (None, "sm_90")], ids=["rocm", "cuda"])
 def test_a_gpu_enters_by_name_and_full_architecture(
     hip: str | None, arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("capture.runner")
-
 from capture import GraphCaptureUnit, GraphRunner, VerifyUnit, WarmupManager, WarmupReport
 from tests.warmup.toys import toy_spec
 

@@ -103,9 +103,7 @@ def test_a_backend_names_its_own_kind_of_build(sources: None) -> None:
 
 @pytest.fixture
 def late_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    (tmp_path / "late_builder.py").write_text(
-        "hooks = []\ndef build(name):\n    for hook in hooks: hook(name)\n"
-    )
+    (tmp_path / "late_builder.py").write_text("hooks = []\ndef build(name):\n    for hook in hooks: hook(name)\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield "late_builder"
     sys.modules.pop("late_builder", None)

@@ -79,9 +79,7 @@ def raises(error: BaseException) -> Callable[[], UnitResult]:
 @pytest.mark.parametrize("error", [RuntimeError("no compiler"), SystemExit(3)], ids=["exception", "exit"])
 def test_a_failed_unit_is_reported_and_the_others_go_on(error: BaseException, cache: Path) -> None:
     first, second = kernels(2)
-    report = warm_up(
-        cache, first, CallUnit(key="bad", phase="kernels", persistent=True, call=raises(error)), second
-    )
+    report = warm_up(cache, first, CallUnit(key="bad", phase="kernels", persistent=True, call=raises(error)), second)
     assert states(report) == {"kernel-0": "built", "bad": "failed", "kernel-1": "built"}
     assert report.units[1].reason == f"{type(error).__name__}: {error}"
     assert not report.ok
@@ -203,9 +201,7 @@ def run_graphs(cache: Path) -> WarmupReport:
     return manager.run(manager.plan(replace(toy_spec(*graph_units()), setup=ToyRunner)), progress=False)
 
 
-def test_graphs_are_captured_in_every_process_and_reported_by_bucket(
-    cache: Path, verdict: list[Exception]
-) -> None:
+def test_graphs_are_captured_in_every_process_and_reported_by_bucket(cache: Path, verdict: list[Exception]) -> None:
     cold, warm = run_graphs(cache), run_graphs(cache)
     assert states(cold) == {"graphs": "built", "proof": "built"}
     assert states(warm) == {"graphs": "hit", "proof": "hit"}
@@ -233,9 +229,7 @@ def test_a_unit_cannot_need_a_later_one() -> None:
 def test_a_persistent_unit_cannot_need_a_transient_one() -> None:
     transient = CallUnit(key="transient", phase="kernels", call=lambda: None)
     with pytest.raises(ValueError, match="needs \\['transient'\\], which no earlier unit makes"):
-        toy_spec(
-            transient, CallUnit(key="persistent", persistent=True, needs=("transient",), call=lambda: None)
-        )
+        toy_spec(transient, CallUnit(key="persistent", persistent=True, needs=("transient",), call=lambda: None))
 
 
 def test_damage_is_set_aside_before_setup_could_load_it(cache: Path) -> None:
@@ -355,9 +349,7 @@ def test_a_silence_is_broken_by_heartbeats_that_end_with_the_work() -> None:
     assert len(events) == count
 
 
-def test_lines_go_to_stderr_where_there_is_no_terminal(
-    cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_go_to_stderr_where_there_is_no_terminal(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     warm_up(cache, *kernels(1), progress=True)
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -384,8 +376,7 @@ def test_a_report_survives_json(cache: Path, verdict: list[Exception]) -> None:
     assert raw["schema"] == 1
     assert [phase["name"] for phase in raw["phases"]] == list(PHASES)
     assert (
-        WarmupReport.from_json({**raw, "later": 1, "units": [{**unit, "later": 2} for unit in raw["units"]]})
-        == report
+        WarmupReport.from_json({**raw, "later": 1, "units": [{**unit, "later": 2} for unit in raw["units"]]}) == report
     )
 
 

@@ -37,9 +37,7 @@ def test_of_eight_processes_on_an_empty_cache_one_builds(start: Start, tmp_path:
 
 
 @pytest.mark.parametrize("attempt", range(4))
-def test_a_killed_builder_loses_only_the_unit_in_work(
-    attempt: int, start: Start, cache: Path, tmp_path: Path
-) -> None:
+def test_a_killed_builder_loses_only_the_unit_in_work(attempt: int, start: Start, cache: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     doomed = start("build", *SLOW, TOY_LOG=str(log))
     units = random.randrange(1, 8)
@@ -67,11 +65,7 @@ def test_a_killed_builder_loses_only_the_unit_in_work(
 def test_torch_compile_is_cold_once_and_warm_in_the_next_process(start: Start, cache: Path) -> None:
     environment = {"TORCHINDUCTOR_VEC_ISA_OK": "1"}  # the probe of the processor would take seconds
     cold, _ = start("build", *COMPILED, **environment).finish()
-    files = {
-        path: path.stat().st_mtime_ns
-        for path in cache.rglob("*")
-        if path.is_file() and path.suffix != ".lock"
-    }
+    files = {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"}
     warm, _ = start("build", *COMPILED, **environment).finish()
     assert (cold["cold"], cold["compiled"], states(cold)) == (True, 1, {"built": 1})
     assert (warm["cold"], warm["compiled"], states(warm)) == (False, 0, {"hit": 1})

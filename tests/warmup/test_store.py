@@ -162,9 +162,7 @@ def test_leftovers_are_set_aside_before_a_build_and_only_then(cache: Path) -> No
 
 def test_lock_files_of_compilers_are_left_alone(cache: Path) -> None:
     warm_up(cache)
-    locks = [
-        directory(cache) / name for name in ("inductor/locks/a.lock", "triton/b.lock", "aiter/build/lock_c")
-    ]
+    locks = [directory(cache) / name for name in ("inductor/locks/a.lock", "triton/b.lock", "aiter/build/lock_c")]
     for path in locks:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -306,15 +304,11 @@ def test_the_environment_points_the_compilers_at_the_cache(cache: Path) -> None:
     assert os.environ["AITER_JIT_DIR"] == str(directory(cache) / "aiter")
 
 
-def test_a_users_own_setting_wins_and_is_reported(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_own_setting_wins_and_is_reported(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
     report = warm_up(cache)
     assert report.environment["TRITON_CACHE_DIR"] == str(tmp_path / "mine")
-    assert any(
-        line.startswith(f"TRITON_CACHE_DIR={tmp_path / 'mine'} was set already") for line in report.notes
-    )
+    assert any(line.startswith(f"TRITON_CACHE_DIR={tmp_path / 'mine'} was set already") for line in report.notes)
     assert (tmp_path / "mine/kernel-0/kernel.bin").exists()
 
 

@@ -84,9 +84,7 @@ def slow(options: BuildOptions) -> WarmupSpec:
 def failing(options: BuildOptions) -> WarmupSpec:
     """A kernel whose build script exits, between two good ones."""
     first, second = kernels(2)
-    return toy_spec(
-        first, CallUnit(key="exits", call=lambda: exit(3), phase="kernels", persistent=True), second
-    )
+    return toy_spec(first, CallUnit(key="exits", call=lambda: exit(3), phase="kernels", persistent=True), second)
 
 
 def command(arguments: tuple[str, ...], environment: dict[str, str], output: str) -> None:

@@ -7,6 +7,7 @@ latent rows; they are the reference's, in plain PyTorch, which runs on any devic
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -55,6 +56,12 @@ def _runtime_for(device: torch.device) -> tuple[Runtime, str]:
     return runtime, arch
 
 
+@functools.lru_cache(maxsize=256)
+def _row(runtime: Runtime, shape: DecodeShape) -> DecodeRow | Refusal:
+    """Looked up once per shape: every layer asks in every eager step."""
+    return find_decode_row(runtime.table(shape.arch), shape, runtime.installation.version)
+
+
 def decode_row(
     device: torch.device,
     *,
@@ -87,7 +94,7 @@ def decode_row(
     shape = DecodeShape(
         *(arch, q_type, kv_type, num_heads, query_len), persistent_mode() if persistent is None else persistent
     )
-    row = find_decode_row(runtime.table(arch), shape, runtime.installation.version)
+    row = _row(runtime, shape)
     if isinstance(row, Refusal):
         raise _refuse(row)
     return row

@@ -1,0 +1,401 @@
+"""GraphRunner: a step captured once for each batch size, replayed for every batch that fits.
+
+On CUDA and HIP devices each bucket is a graph. On other devices the same object calls the step on the same
+static buffers, so that every rule but those of the device can be tried without one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from capture.buckets import check_batch_sizes, smallest_fit
+from capture.buffers import BatchDim, PadValue, StaticBuffers
+from capture.errors import CaptureError, NotCapturedError
+from capture.graphs import DeviceGraph, EagerGraph, capture_stream, explain, gc_paused
+from capture.inputs import MakeInputs, RandomInputs
+from capture.outputs import OutputShapes, StaticOutputs
+
+if TYPE_CHECKING:
+    from capture.verify import VerifyReport
+
+__all__ = ["CaptureReport", "CapturedBucket", "GraphRunner"]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedBucket:
+    """One captured batch size.
+
+    Attributes:
+        capture_seconds: warm-up and capture of this size.
+        memory_bytes: device memory that the capture took, by the driver's count: the pool's growth and
+            the graph object. Other processes on the device disturb it. 0 on the CPU.
+        verified: the graph was proved against eager.
+    """
+
+    batch_size: int
+    capture_seconds: float
+    memory_bytes: int
+    verified: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """What :meth:`GraphRunner.capture` did, largest batch size first.
+
+    Attributes:
+        seconds: wall time of all of it, verification included.
+        verification: None if it was not asked for.
+    """
+
+    buckets: tuple[CapturedBucket, ...]
+    seconds: float
+    verification: VerifyReport | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """All that a call of one batch size needs, made once."""
+
+    bucket: int
+    replay: Callable[[], None]
+    leaves: list[Tensor]
+    unflatten: Callable[[list[Tensor]], Any]
+
+
+class GraphRunner:
+    """Captures ``step`` for each batch size and replays the smallest that fits.
+
+    A call pads its inputs to the bucket, replays, and returns views of the first rows of the static
+    outputs: the next call, of any batch size, overwrites them. ``clone=True`` returns copies. Calls must
+    not overlap: one thread at a time. Calls from different streams are ordered one after the other.
+
+    Warm-up and capture run with every row a pad row. The pad values must make a row inert (a slot
+    of -1 that writes nothing, a length of 0), or else the warm-up writes into live memory.
+
+    Args:
+        step: called as ``step(**inputs)``, returns a tensor or a pytree of tensors whose rows go with the
+            batch. Reads the batch size from its inputs' shapes. Must not write to its inputs.
+        batch_sizes: buckets, counted in requests.
+        example_inputs: for each input an example at the largest batch size. Shape, dtype and device are kept,
+            the tensors are not. At least one input has a batch dimension.
+        batch_dims: for each input a dimension (its rows per request follow from the example), a
+            :class:`BatchDim`, or None.
+        device: where the static buffers live; the first example's device if None.
+        pool: memory pool to share with other runners that never replay at the same time; a new one if None.
+        pad_values: what the pad rows of an input hold, 0 if not named; "last" repeats the last live row.
+        state: tensors that the step changes in place (a paged KV cache), for verification and for
+            :meth:`moved`. Looked up again at each check, so a mapping that the caller keeps current shows a
+            tensor that was rebound.
+        make_inputs: ``make_inputs(batch_size, generator)`` returns fresh valid inputs for verification;
+            by default see :class:`capture.inputs.RandomInputs`.
+        poison_state: ``poison_state(inputs)`` overwrites what the step must not read for these inputs (unused
+            cache slots) with NaN, for verification.
+        fallback: "eager" runs a batch above the largest bucket eagerly; None refuses it.
+
+    Raises:
+        ValueError: batch sizes, names, batch dimensions or pad values do not fit the examples.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *,
+        batch_sizes: Iterable[int],
+        example_inputs: Mapping[str, Tensor],
+        batch_dims: Mapping[str, int | BatchDim | None],
+        device: torch.device | str | None = None,
+        pool: Any = None,
+        pad_values: Mapping[str, PadValue] | None = None,
+        state: Mapping[str, Tensor] | None = None,
+        make_inputs: MakeInputs | None = None,
+        poison_state: Callable[[Mapping[str, Tensor]], None] | None = None,
+        fallback: Literal["eager"] | None = None,
+    ) -> None:
+        if fallback not in (None, "eager"):
+            raise ValueError(f'fallback must be "eager" or None, got {fallback!r}')
+        if "clone" in example_inputs:
+            raise ValueError("an input cannot be called 'clone': the runner's own argument has that name")
+        self.step = step
+        self.batch_sizes = check_batch_sizes(batch_sizes)
+        self.device = _resolve_device(device, example_inputs)
+        self.state: Mapping[str, Tensor] = {} if state is None else state
+        self.poison_state = poison_state
+        self.fallback = fallback
+        largest = self.batch_sizes[-1]
+        self.static_inputs = StaticBuffers(
+            example_inputs, batch_dims, max_batch_size=largest, device=self.device, pad_values=pad_values
+        )
+        self.make_inputs = make_inputs or RandomInputs(example_inputs, self.static_inputs.slabs, largest)
+        self._outputs: StaticOutputs | None = None
+        self._graphs: dict[int, EagerGraph | DeviceGraph] = {}
+        self._calls: dict[int, _Call] = {}
+        self._addresses: dict[str, int] = {}
+        self._held: tuple[Tensor, ...] = ()
+        self._shared_pool = pool
+        self._on_device = self.device.type == "cuda"
+        self._last_stream: torch.cuda.Stream | None = None
+        self._closed = False
+
+    def capture(self, verify: bool = True) -> CaptureReport:
+        """Warm up every batch size, capture largest first into one pool, and verify.
+
+        Raises:
+            GraphCaptureError: no memory, a call that no graph can hold (a host synchronization), or
+                results that cannot be stored. Nothing stays captured.
+            VerificationError: a graph does not give what eager gives. Nothing stays captured.
+            CaptureError: captured already, or closed.
+        """
+        self._check_open()
+        if self._graphs:
+            raise CaptureError("this runner is captured already; make a new one for other batch sizes")
+        start = time.perf_counter()
+        try:
+            with torch.no_grad(), self._on_capture_stream():
+                buckets = self._capture_all(self._warm_up())
+            self._held = tuple(self.state.values())
+            self._addresses = self._current_addresses()
+            verification = self._verify() if verify else None
+        except BaseException:
+            self._release()
+            raise
+        return CaptureReport(
+            buckets=tuple(replace(bucket, verified=verify) for bucket in buckets),
+            seconds=time.perf_counter() - start,
+            verification=verification,
+        )
+
+    def __call__(self, *, clone: bool = False, **inputs: Tensor) -> Any:
+        """Run the step on ``inputs``, named and shaped as the examples but for the batch size.
+
+        Returns:
+            What the step returns, as views of the static outputs that the next call overwrites; copies if
+            ``clone``.
+
+        Raises:
+            InputMismatchError: an input differs from the example in more than the batch size.
+            NotCapturedError: not captured yet, or the batch is above the largest bucket and there is no
+                fallback.
+        """
+        if self._closed:
+            self._check_open()
+        batch_size = self.static_inputs.check(inputs)
+        call = self._calls.get(batch_size) or self._prepare(batch_size)
+        if self._on_device:
+            self._order_streams()
+        if call is None:
+            with torch.no_grad():
+                return self.step(**inputs)
+        self.static_inputs.fill(inputs, batch_size, call.bucket)
+        call.replay()
+        leaves = [leaf.clone() for leaf in call.leaves] if clone else call.leaves
+        return call.unflatten(leaves)
+
+    def replay(self, bucket: int) -> None:
+        """Replay one bucket on the static inputs as they are, on the current stream.
+
+        For a caller that writes ``static_inputs.views(bucket)`` itself, every row of it (verification leaves
+        its own values there), and reads ``static_outputs``.
+
+        Raises:
+            NotCapturedError: ``bucket`` has no graph.
+        """
+        graph = self._graphs.get(bucket)
+        if graph is None:
+            raise NotCapturedError(bucket, self.captured)
+        if self._on_device:
+            self._order_streams()
+        graph.replay()
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """The batch sizes that have a graph, ascending."""
+        return tuple(sorted(self._graphs))
+
+    @property
+    def static_outputs(self) -> StaticOutputs:
+        """The static outputs; they exist once captured."""
+        if self._outputs is None:
+            raise CaptureError("the runner has no outputs before capture()")
+        return self._outputs
+
+    def moved(self) -> tuple[str, ...]:
+        """Names of static buffers and ``state`` that no longer lie where the graphs use them. Cheap."""
+        self._check_open()
+        current = self._current_addresses()
+        return tuple(name for name, address in self._addresses.items() if current.get(name) != address)
+
+    def close(self) -> None:
+        """Free the graphs, then their pool and the static buffers. Harmless when called twice.
+
+        Views that calls returned stay readable, and keep the static outputs alive until they are dropped.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._on_device and self._graphs:
+            torch.cuda.synchronize(self.device)  # a replay may still be running
+        self._release()
+        del self.static_inputs
+        if self._on_device:
+            torch.cuda.empty_cache()  # the allocator keeps a pool without graphs until it is asked
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a GraphRunner cannot be pickled or copied: its graphs hold device addresses of this process; "
+            "make a new runner and capture it there"
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CaptureError("this runner is closed; make a new one and capture it")
+
+    def _prepare(self, batch_size: int) -> _Call | None:
+        """The call of a new batch size; None if the fallback serves it."""
+        bucket = smallest_fit(self.captured, batch_size)
+        if bucket is None:
+            if self._graphs and self.fallback == "eager":
+                return None
+            raise NotCapturedError(batch_size, self.captured)
+        outputs = self.static_outputs
+        leaves = outputs.live(bucket, batch_size)
+        call = _Call(bucket, self._graphs[bucket].replay, leaves, outputs.unflatten)
+        self._calls[batch_size] = call
+        return call
+
+    def _order_streams(self) -> None:
+        """Let the current stream wait for the stream of the last call, whose replay uses the same buffers."""
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self._last_stream:
+            if self._last_stream is not None:
+                stream.wait_stream(self._last_stream)
+            self._last_stream = stream
+
+    def _body(self, bucket: int) -> Callable[[], None]:
+        """What the graph of a bucket holds. Reads nothing from Python that can change later."""
+        views, outputs, step = self.static_inputs.views(bucket), self.static_outputs, self.step
+
+        def body() -> None:
+            with torch.no_grad():
+                outputs.store(step(**views), bucket)
+
+        return body
+
+    def _warm_up(self) -> dict[int, float]:
+        """Run each size twice, the second time with the copy of the results; seconds by size, largest first.
+
+        On the capture stream, because BLAS handles, workspaces and modules are made at first use, by stream,
+        and cannot be made during a capture.
+        """
+        sizes = self.batch_sizes[::-1]
+        # One bucket alone does not show which output dimension is the batch.
+        probes = (*sizes, 1) if len(sizes) == 1 and sizes[0] > 1 else sizes
+        seconds = dict.fromkeys(sizes, 0.0)
+        shapes: dict[int, OutputShapes] = {}
+        for size in probes:
+            start = time.perf_counter()
+            with self._explain(size, "warming up"):
+                self.static_inputs.pad_all(size)
+                shapes[size] = OutputShapes.of(self.step(**self.static_inputs.views(size)), size, self.state)
+            if size in seconds:
+                seconds[size] = time.perf_counter() - start
+        with self._explain(sizes[0], "allocating the static outputs"):
+            self._outputs = StaticOutputs(shapes[sizes[0]], shapes[probes[-1]] if len(probes) > 1 else None)
+        for size in sizes:
+            start = time.perf_counter()
+            self.static_outputs.check(shapes[size])
+            with self._explain(size, "warming up"):
+                self.static_inputs.pad_all(size)
+                self._body(size)()
+                self._synchronize()
+            seconds[size] += time.perf_counter() - start
+        return seconds
+
+    def _capture_all(self, warm_seconds: Mapping[int, float]) -> list[CapturedBucket]:
+        """Largest first: the smaller graphs then live in the memory that the largest one left in the pool."""
+        buckets = []
+        with gc_paused():
+            if self._on_device:
+                torch.cuda.empty_cache()  # the warm-up's blocks; the pool cannot use them
+            pool = self._shared_pool
+            if pool is None and self._on_device:
+                pool = torch.cuda.graph_pool_handle()
+            for size in self.batch_sizes[::-1]:
+                self.static_inputs.pad_all(size)  # a runtime may run what it fails to record
+                self._synchronize()
+                start, free = time.perf_counter(), self._free_bytes()
+                with self._explain(size, "capturing"):
+                    body = self._body(size)
+                    self._graphs[size] = DeviceGraph(body, pool) if self._on_device else EagerGraph(body)
+                seconds = warm_seconds[size] + time.perf_counter() - start
+                buckets.append(CapturedBucket(size, seconds, max(0, free - self._free_bytes()), False))
+        return buckets
+
+    def _verify(self) -> VerifyReport:
+        from capture.verify import verify  # here: capture.verify reads runners
+
+        report = verify(self)
+        report.raise_if_failed()
+        return report
+
+    def _current_addresses(self) -> dict[str, int]:
+        addresses = {f"input {name}": slab.flat.data_ptr() for name, slab in self.static_inputs.slabs.items()}
+        addresses |= {slab.name: slab.flat.data_ptr() for slab in self.static_outputs.slabs}
+        return addresses | {f"state {name}": tensor.data_ptr() for name, tensor in self.state.items()}
+
+    def _release(self) -> None:
+        """Graphs first: they point into the pool, which goes when its last graph does."""
+        self._calls.clear()
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._outputs = None
+        self._held = ()
+        self._addresses = {}
+        self._last_stream = None
+
+    @contextmanager
+    def _on_capture_stream(self) -> Iterator[None]:
+        if not self._on_device:
+            yield
+            return
+        caller = torch.cuda.current_stream(self.device)
+        stream = capture_stream(self.device)
+        stream.wait_stream(caller)
+        with torch.cuda.stream(stream):
+            yield
+        caller.wait_stream(stream)
+        self._last_stream = stream
+
+    def _synchronize(self) -> None:
+        if self._on_device:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0] if self._on_device else 0
+
+    def _explain(self, bucket: int, doing: str) -> AbstractContextManager[None]:
+        return explain(self.step, bucket, doing, self.device, list(self._graphs))
+
+
+def _resolve_device(device: torch.device | str | None, example_inputs: Mapping[str, Tensor]) -> torch.device:
+    if device is None:
+        if not example_inputs:
+            raise ValueError("example_inputs is empty; a step needs at least one input with a batch dimension")
+        return next(iter(example_inputs.values())).device
+    return torch.empty(0, device=device).device  # with its index

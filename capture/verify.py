@@ -1,0 +1,309 @@
+"""Proof that captured graphs give what eager gives.
+
+For each bucket, fresh random inputs at several fillings are run three ways from the same state: eager on
+exactly the live rows, eager at the bucket's shape, and as a replay over poisoned static buffers. All
+three must agree, the state must change in the same elements, and a second replay, after one of another
+bucket, must repeat the first bit by bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from capture.errors import CaptureError, VerificationError
+from capture.tolerance import changed_bits, distance, same_bits, within_rounding
+
+if TYPE_CHECKING:
+    from capture.runner import GraphRunner
+
+__all__ = ["BucketResult", "VerifyReport", "verify"]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketResult:
+    """What was found for one bucket.
+
+    Attributes:
+        fillings: how many requests were live in each trial.
+        bitwise: every replay gave bit by bit what eager gives at the bucket's shape.
+        max_error: the largest error of a row against eager on the live rows alone, as in :class:`Distance`.
+        failures: one readable line each; empty if the graph is right.
+    """
+
+    batch_size: int
+    fillings: tuple[int, ...]
+    bitwise: bool
+    max_error: float
+    failures: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What :func:`verify` found, smallest bucket first.
+
+    Attributes:
+        seed: the generator's seed; the same seed gives the same trials.
+    """
+
+    buckets: tuple[BucketResult, ...]
+    seconds: float
+    seed: int
+
+    @property
+    def ok(self) -> bool:
+        return all(bucket.ok for bucket in self.buckets)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        return tuple(failure for bucket in self.buckets for failure in bucket.failures)
+
+    def raise_if_failed(self) -> None:
+        """Raise VerificationError, which carries this report, unless every bucket is right."""
+        if self.ok:
+            return
+        wrong = [str(bucket.batch_size) for bucket in self.buckets if not bucket.ok]
+        shown = "\n  ".join(self.failures[:10])
+        more = f"\n  and {len(self.failures) - 10} more" if len(self.failures) > 10 else ""
+        raise VerificationError(
+            self,
+            f"captured graphs do not give what eager gives, batch sizes {', '.join(wrong)} "
+            f"(seed {self.seed}):\n  {shown}{more}",
+        )
+
+
+def verify(
+    runner: GraphRunner,
+    *,
+    trials: int = 3,
+    poison: bool = True,
+    generator: torch.Generator | None = None,
+    poison_state: Callable[[Mapping[str, Tensor]], None] | None = None,
+) -> VerifyReport:
+    """Prove every captured graph of ``runner`` against eager.
+
+    Floating tensors of ``runner.state`` are filled with random values for each trial; all of ``state`` is
+    as before afterwards. That takes room for three copies of it: for a large cache, name a slice that
+    ``make_inputs`` stays in.
+
+    Args:
+        runner: captured.
+        trials: fresh inputs for each bucket. The fillings 1, bucket - 1, bucket and a random one are
+            always tried, whatever the number.
+        poison: put NaN or the largest integer into static buffers before they are written, and NaN into
+            the pad rows of floating inputs that declare no pad value.
+        generator: on the runner's device; a new one with a random seed if None.
+        poison_state: see :class:`capture.runner.GraphRunner`; the runner's own if None.
+
+    Raises:
+        ValueError: ``trials`` is not positive.
+        CaptureError: the runner is not captured.
+    """
+    if trials < 1:
+        raise ValueError(f"trials must be at least 1, got {trials}")
+    if not runner.captured:
+        raise CaptureError("this runner is not captured; call capture(verify=False) first")
+    start = time.perf_counter()
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)  # a replay on another stream may still use the static buffers
+    if generator is None:
+        generator = torch.Generator(runner.device)
+        generator.seed()
+    hook = poison_state or runner.poison_state
+    saved = {name: tensor.clone() for name, tensor in runner.state.items()}
+    results = []
+    try:
+        with torch.no_grad():
+            for bucket in runner.captured:
+                trial = _Trials(runner, bucket, saved, poison, generator, hook)
+                results.append(trial.run(trials))
+    finally:
+        with torch.no_grad():
+            for name, tensor in runner.state.items():
+                tensor.copy_(saved[name])
+    return VerifyReport(tuple(results), time.perf_counter() - start, generator.initial_seed())
+
+
+class _Trials:
+    """The trials of one bucket."""
+
+    def __init__(
+        self,
+        runner: GraphRunner,
+        bucket: int,
+        saved: Mapping[str, Tensor],
+        poison: bool,
+        generator: torch.Generator,
+        poison_state: Callable[[Mapping[str, Tensor]], None] | None,
+    ) -> None:
+        self.runner, self.bucket, self.saved = runner, bucket, saved
+        self.poison, self.generator, self.poison_state = poison, generator, poison_state
+        self.outputs = runner.static_outputs
+        self.bitwise, self.max_error = True, 0.0
+        self.failures: list[str] = []
+
+    def run(self, trials: int) -> BucketResult:
+        bucket = self.bucket
+        fillings = list(dict.fromkeys([bucket, 1, max(1, bucket - 1), self._draw(1, bucket + 1)]))
+        fillings += [self._draw(1, bucket + 1) for _ in range(trials - len(fillings))]
+        for filling in fillings:
+            self._trial(filling)
+        return BucketResult(bucket, tuple(fillings), self.bitwise, self.max_error, tuple(self.failures))
+
+    def _trial(self, filling: int) -> None:
+        runner = self.runner
+        inputs = dict(runner.make_inputs(filling, self.generator))
+        size = runner.static_inputs.check(inputs)
+        if size != filling:
+            raise ValueError(f"make_inputs({filling}, generator) returned inputs of batch size {size}")
+        where = f"bucket {self.bucket}, {filling} live"
+        seed = self._draw(0, 2**31)
+
+        self._set_state(seed, inputs)
+        before = {name: tensor.clone() for name, tensor in runner.state.items()}
+        wanted = self._eager(inputs, filling, where)
+        changed = {name: changed_bits(runner.state[name], old) for name, old in before.items()}
+        wanted_state = {name: tensor.clone() for name, tensor in runner.state.items()}
+
+        self._set_state(seed, inputs)
+        self._fill(inputs, filling)
+        padded = self._eager(runner.static_inputs.views(self.bucket), filling, where)
+        self._compare(padded, wanted, f"{where}: eager with pad rows differs from eager without")
+
+        self._set_state(seed, inputs)
+        self._fill(inputs, filling)
+        first = self._replay(filling, where)
+        self.bitwise &= all(same_bits(a, b) for a, b in zip(first, padded, strict=True))
+        self._compare(first, padded, f"{where}: replay differs from eager at the same shape")
+        self.max_error = max(
+            self.max_error,
+            self._compare(first, wanted, f"{where}: replay differs from eager on the live rows"),
+        )
+        for name, old in before.items():
+            self._compare_state(name, old, wanted_state[name], changed[name], where)
+            wanted_state[name].copy_(runner.state[name])
+
+        self._replay_another_bucket()
+        self._set_state(seed, inputs)
+        self._fill(inputs, filling)
+        again = self._replay(filling, where)
+        for slab, a, b in zip(self.outputs.slabs, again, first, strict=True):
+            if not same_bits(a, b):
+                row = _first_row(a, b, slab.batch_dim.dim if slab.batch_dim else None)
+                self.failures.append(f"{where}: a second replay of the same inputs differs: {slab.name} row {row}")
+        for name, tensor in runner.state.items():
+            if not same_bits(tensor, wanted_state[name]):
+                self.failures.append(f"{where}: a second replay of the same inputs leaves another state {name!r}")
+        self.failures += [f"{where}: {name} is no longer at its captured address" for name in runner.moved()]
+
+    def _set_state(self, seed: int, inputs: Mapping[str, Tensor]) -> None:
+        """The state that every run of a trial starts from."""
+        generator = torch.Generator(self.runner.device).manual_seed(seed)
+        for name, tensor in self.runner.state.items():
+            if not _randomize_(tensor, generator):
+                tensor.copy_(self.saved[name])
+        if self.poison_state is not None:
+            self.poison_state(inputs)
+
+    def _fill(self, inputs: Mapping[str, Tensor], filling: int) -> None:
+        static = self.runner.static_inputs
+        if self.poison:
+            static.poison()
+            self.outputs.poison()
+        static.fill(inputs, filling, self.bucket)
+        if self.poison:
+            static.poison_pads(filling, self.bucket)
+
+    def _eager(self, inputs: Mapping[str, Tensor], filling: int, where: str) -> list[Tensor]:
+        """The live rows of what the step itself returns, run on copies of ``inputs``."""
+        copies = {name: value.clone() for name, value in inputs.items()}
+        output: Any = self.runner.step(**copies)
+        leaves = [leaf.clone() for leaf in self.outputs.leaves_of(output, filling)]
+        self._check_inputs(copies, inputs, f"{where}, eager")
+        return leaves
+
+    def _replay(self, filling: int, where: str) -> list[Tensor]:
+        views = self.runner.static_inputs.views(self.bucket)
+        copies = {name: view.clone() for name, view in views.items()}
+        self.runner.replay(self.bucket)
+        self._check_inputs(views, copies, f"{where}, replay")
+        return [leaf.clone() for leaf in self.outputs.live(self.bucket, filling)]
+
+    def _replay_another_bucket(self) -> None:
+        """With pad rows only: it overwrites what the graphs' shared memory still holds of this bucket."""
+        runner = self.runner
+        others = [size for size in runner.captured if size != self.bucket]
+        if others:
+            runner.static_inputs.pad_all(others[-1])
+            runner.replay(others[-1])
+
+    def _check_inputs(self, after: Mapping[str, Tensor], before: Mapping[str, Tensor], where: str) -> None:
+        for name, value in after.items():
+            if not same_bits(value, before[name]):
+                self.failures.append(f"{where}: the step wrote to its input {name!r}")
+
+    def _compare(self, actual: list[Tensor], expected: list[Tensor], message: str) -> float:
+        worst = 0.0
+        for slab, a, e in zip(self.outputs.slabs, actual, expected, strict=True):
+            found = distance(a, e, slab.batch_dim.dim if slab.batch_dim else None)
+            worst = max(worst, found.error)
+            if not found.ok:
+                self.failures.append(f"{message}: {slab.name} row {found.row}: {found.reason}")
+        return worst
+
+    def _compare_state(self, name: str, before: Tensor, wanted: Tensor, wanted_changes: Tensor, where: str) -> None:
+        tensor = self.runner.state[name]
+        changes = changed_bits(tensor, before)
+        # One may hit the old value by chance, common in fp8, and the other miss it by a rounding step.
+        differing = ((changes != wanted_changes) & ~within_rounding(tensor, wanted)).nonzero()
+        if len(differing):
+            first = int(differing[0])
+            by = "the replay only" if changes[first] else "eager only"
+            self.failures.append(
+                f"{where}: state {name!r} differs in {len(differing)} elements from what eager on the live "
+                f"rows leaves; the first, {_unravel(first, tensor.shape)}, was changed by {by}"
+            )
+            return
+        written = wanted_changes.nonzero()[:, 0]
+        values, expected = (t.contiguous().view(-1)[written] for t in (tensor, wanted))
+        found = distance(values, expected, None)
+        if not found.ok:
+            self.failures.append(f"{where}: state {name!r} was written with other values: {found.reason}")
+
+    def _draw(self, low: int, high: int) -> int:
+        device = self.generator.device
+        return int(torch.randint(low, high, (1,), generator=self.generator, device=device))
+
+
+def _randomize_(tensor: Tensor, generator: torch.Generator) -> bool:
+    """Fill a floating tensor with finite random values; False if it is not floating."""
+    if not tensor.dtype.is_floating_point:
+        return False
+    if tensor.element_size() == 1:
+        tensor.view(torch.uint8).random_(0, 0x70, generator=generator)  # finite in every fp8 format
+    else:
+        tensor.normal_(generator=generator)
+    return True
+
+
+def _first_row(a: Tensor, b: Tensor, dim: int | None) -> int:
+    if dim is None:
+        return 0
+    return _unravel(int(changed_bits(a, b).int().argmax()), a.shape)[dim]
+
+
+def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
+    index = []
+    for size in reversed(shape):
+        flat, rest = divmod(flat, size)
+        index.append(rest)
+    return tuple(reversed(index))

@@ -1,0 +1,137 @@
+"""Each surprise of captured graphs, and the way round it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from recorded_graph import RecordedGraph
+from torch import Tensor
+from toy_step import WIDTH, ToyStep, example, runner_of
+
+from capture import GraphCaptureError, GraphRunner
+
+
+@pytest.fixture(autouse=True)
+def _recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capture.runner.EagerGraph", RecordedGraph)
+
+
+def captured(step: Any, **options: Any) -> GraphRunner:
+    runner = runner_of(step, **options)
+    runner.capture(verify=False)
+    return runner
+
+
+def double(x: Tensor, slots: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_next_call_overwrites_what_the_last_returned_unless_cloned() -> None:
+    runner = captured(double)
+    first, second = example(3), example(3)
+    view, copy = runner(**first), runner(**first, clone=True)
+    runner(**second)
+    assert torch.equal(view, second["x"] * 2)
+    assert torch.equal(copy, first["x"] * 2)
+
+
+def test_call_of_another_batch_size_overwrites_it_too() -> None:
+    runner = captured(double)
+    view = runner(**example(3))
+    other = example(7)
+    runner(**other)
+    assert torch.equal(view, other["x"][:3] * 2)
+
+
+def test_output_fed_back_as_the_next_input_is_read_before_it_is_overwritten() -> None:
+    runner = captured(double)
+    inputs = example(3)
+    out = runner(**inputs)
+    out = runner(x=out, slots=inputs["slots"])
+    assert torch.equal(out, inputs["x"] * 4)
+
+
+def test_output_that_is_a_view_of_an_input_is_copied_out() -> None:
+    runner = captured(lambda x, slots: x[:, :2])
+    inputs = example(3)
+    out = runner(**inputs)
+    runner.static_inputs.poison()
+    assert torch.equal(out, inputs["x"][:, :2])
+
+
+def test_caller_may_reuse_its_input_tensors_at_once() -> None:
+    runner = captured(double)
+    inputs = example(3)
+    wanted = inputs["x"] * 2
+    out = runner(**inputs)
+    inputs["x"].zero_()
+    assert torch.equal(out, wanted)
+
+
+def test_rows_of_an_earlier_larger_batch_do_not_leak_into_the_pads() -> None:
+    runner = captured(lambda x, slots: x.sum(0, keepdim=True).expand_as(x))
+    runner(**example(8))
+    inputs = example(5)
+    torch.testing.assert_close(runner(**inputs)[0], inputs["x"].sum(0))
+
+
+def test_python_number_is_frozen_where_a_tensor_is_read_anew() -> None:
+    scale, scale_tensor = [2.0], torch.tensor(2.0)
+    frozen = captured(lambda x, slots: x * scale[0])
+    read = captured(lambda x, slots: x * scale_tensor)
+    scale[0] = 5.0
+    scale_tensor.fill_(5.0)
+    inputs = example(2)
+    assert torch.equal(frozen(**inputs), inputs["x"] * 2)
+    assert torch.equal(read(**inputs), inputs["x"] * 5)
+
+
+def test_weights_may_change_in_place_but_not_be_replaced() -> None:
+    layer = torch.nn.Linear(WIDTH, WIDTH)
+    runner = captured(lambda x, slots: layer(x))
+    inputs = example(3)
+    with torch.no_grad():
+        layer.weight.mul_(3)
+        changed = layer(inputs["x"])
+        torch.testing.assert_close(runner(**inputs), changed)
+        layer.weight = torch.nn.Parameter(layer.weight * 2)
+    torch.testing.assert_close(runner(**inputs), changed)
+
+
+def test_replaced_state_stays_alive_for_the_graphs_that_point_to_it() -> None:
+    step = ToyStep()
+    runner = captured(step)
+    captured_cache = step.cache
+    step.cache = torch.zeros_like(step.cache)
+    runner(**example(3))
+    assert captured_cache.any()
+    assert not step.cache.any()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x, slots: x * x.max().item(),
+        lambda x, slots: x if x.sum() > 0 else -x,
+        lambda x, slots: x * len(x.nonzero()),
+        lambda x, slots: x * int(slots[0]),
+    ],
+    ids=["item", "bool", "nonzero", "int"],
+)
+def test_reading_a_value_on_the_host_names_the_step_and_the_cause(step: Any) -> None:
+    def decode_step(x: Tensor, slots: Tensor) -> Tensor:
+        return step(x, slots)
+
+    with pytest.raises(GraphCaptureError, match=r"decode_step for a batch of 8 failed: .*capturing") as caught:
+        runner_of(decode_step).capture()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert caught.value.batch_size == 8
+
+
+def test_pad_value_that_is_a_live_slot_lets_the_warm_up_write_there() -> None:
+    step = ToyStep()
+    step.cache.fill_(1)
+    captured(step, pad_values={"slots": 0})
+    assert not step.cache[0].any()

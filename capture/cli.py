@@ -106,6 +106,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=_positive, metavar="N", help="tensor-parallel ranks (default 1)")
     parser.add_argument("--layers", type=_positive, metavar="N", help="only the first N layers")
     parser.add_argument("--max-seq-len", type=_positive, metavar="N", help="longest sequence (default 8192)")
+    parser.add_argument("--no-compile", action="store_true", help="capture the ops as they are, without torch.compile")
     parser.add_argument("--backend", help="auto (the default) or a backend's name")
     parser.add_argument("--device", help="such as cuda, cuda:1 or cpu (default: cuda if there is one)")
 
@@ -228,6 +229,7 @@ def _options(arguments: argparse.Namespace) -> BuildOptions:
         chosen["batch_sizes"] = import_module("capture.buckets").default_batch_sizes(arguments.max_batch_size)
     elif arguments.batch_sizes is not None:
         chosen["batch_sizes"] = arguments.batch_sizes
+    chosen["compile"] = not arguments.no_compile
     if "device" not in chosen:
         import torch
 

@@ -1,14 +1,14 @@
 """Exceptions that a caller may want to catch.
 
-    CaptureError
-    ├── NotCapturedError       no captured graph fits the call
-    ├── InputMismatchError     an input differs from what was captured (also a ValueError)
-    ├── GraphCaptureError      a capture failed: the bucket, the cause, the remedies
-    ├── VerificationError      a captured graph does not give what eager gives; carries the report
-    └── CacheError             the warm-up cache
-        ├── CacheCorruptError  a file of the cache is not what its manifest says
-        ├── CacheLockTimeout   another process kept the cache's lock for too long
-        └── CacheAccessError   the directory cannot be used: owner, mode, read-only, no space
+CaptureError
+├── NotCapturedError       no captured graph fits the call
+├── InputMismatchError     an input differs from what was captured (also a ValueError)
+├── GraphCaptureError      a capture failed: the bucket, the cause, the remedies
+├── VerificationError      a captured graph does not give what eager gives; carries the report
+└── CacheError             the warm-up cache
+    ├── CacheCorruptError  a file of the cache is not what its manifest says
+    ├── CacheLockTimeout   another process kept the cache's lock for too long
+    └── CacheAccessError   the directory cannot be used: owner, mode, read-only, no space
 """
 
 from __future__ import annotations

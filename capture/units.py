@@ -40,6 +40,7 @@ class BuildOptions:
         tp: tensor-parallel ranks; the heads of one rank are the model's divided by it.
         layers: how many layers to build; None: all of them.
         max_seq_len: longest sequence, in tokens.
+        compile: whether blocks are compiled; without, a step is captured as its ops are, and no compiler is imported.
     """
 
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -52,6 +53,7 @@ class BuildOptions:
     device: str = "cpu"
     layers: int | None = None
     max_seq_len: int = 8192
+    compile: bool = True
 
     def __post_init__(self) -> None:
         numbers = {"query_len": self.query_len, "page_size": self.page_size, "tp": self.tp}

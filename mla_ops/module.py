@@ -298,8 +298,7 @@ def compile_layers(
     """
     if not layers or any(_shapes(layer) != _shapes(layers[0]) for layer in layers):
         raise ValueError("layers must be one or more of one kind and shape; compile each kind of layer apart")
-    # The function is traced over a layer without data: it can't keep one layer's weights alive, or use them.
-    skeleton = _MethodOf(copy.deepcopy(layers[0]).to("meta"), method)
+    skeleton = _MethodOf(_without_data(layers[0]), method)
 
     def call(tensors: dict[str, Tensor], *args: Any) -> Tensor:
         result: Tensor = functional_call(skeleton, tensors, args)
@@ -318,6 +317,13 @@ def compile_layers(
         return compiled(tensors, hidden_states, positions, kv_cache, plan)
 
     return [partial(run, _MethodOf(layer, method).slots()) for layer in layers]
+
+
+def _without_data(layer: nn.Module) -> nn.Module:
+    """A copy on the meta device, to trace over: it can't keep one layer's weights alive, or use them."""
+    memo: dict[int, Any] = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in layer.parameters()}
+    memo.update((id(x), x.to("meta")) for x in layer.buffers())
+    return copy.deepcopy(layer, memo)
 
 
 def _shapes(layer: nn.Module) -> tuple[object, ...]:

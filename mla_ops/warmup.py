@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,11 @@ from mla_ops.ops import op_fingerprint
 from mla_ops.plan import DecodeMetadata, DecodePlan
 from mla_ops.validation import FLOAT8_DTYPES
 
-__all__ = ["DecodeStep", "MLABlock", "spec"]
+if TYPE_CHECKING:
+    from capture.units import Phase
+    from mla_ops.backends.triton.launch import Launch
+
+__all__ = ["DecodeStep", "KernelUnit", "MLABlock", "spec"]
 
 # Verification attends to a few pages per request: what differs between lengths shows around the page edges.
 _VERIFY_PAGES = 3
@@ -56,10 +60,9 @@ class DecodeStep:
         config: dimensions of one rank.
         options: sizes, dtypes, device.
         num_layers: layers.
-        compiled: whether the layers share a compiled function.
     """
 
-    def __init__(self, config: MLAConfig, options: BuildOptions, num_layers: int, *, compiled: bool) -> None:
+    def __init__(self, config: MLAConfig, options: BuildOptions, num_layers: int) -> None:
         device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
         self.config, self.options = config, options
         self.generator = torch.Generator(device).manual_seed(0)
@@ -88,7 +91,7 @@ class DecodeStep:
             # Through float32: fp8 tensors have no normal_
             rows = torch.randn(layer.shape, device=device, generator=self.generator)
             layer.copy_(rows)
-        self.run_blocks: list[Callable[..., Tensor]] = list(compile_layers(self.blocks) if compiled else self.blocks)
+        self.run_blocks: list[Callable[..., Tensor]] = list(self.blocks)
 
     def __call__(self, hidden_states: Tensor, block_table: Tensor, seq_lens: Tensor) -> Tensor:
         """hidden_states ``[B * query_len, hidden_size]``, block_table ``[B, max_pages]``, seq_lens ``[B]``."""
@@ -143,17 +146,18 @@ class DecodeStep:
         )
 
     def compile(self) -> None:
-        """Call the compiled block once, on a step of padded requests, which writes nothing."""
-        metadata = self.plan.at(1)
+        """Let the layers share a compiled function, and call it on a step of padded requests, which writes nothing."""
+        compiled, metadata = compile_layers(self.blocks), self.plan.at(1)
         hidden_states = torch.zeros(
             self.options.query_len, self.config.hidden_size, dtype=_dtype("dtype", self.options.dtype),
             device=self.plan.device,
         )  # fmt: skip
         with torch.no_grad():
-            self.run_blocks[0](hidden_states, metadata.positions, self.cache.layers[0], metadata)
+            compiled[0](hidden_states, metadata.positions, self.cache.layers[0], metadata)
+        self.run_blocks = list(compiled)
 
     def _random_block(self, device: torch.device, dtype: torch.dtype) -> MLABlock:
-        block = MLABlock(self.config, device="meta", dtype=dtype).to_empty(device=device)
+        block = MLABlock(self.config, device=device, dtype=dtype)
         for name, parameter in block.named_parameters():
             if name.endswith("norm.weight"):
                 nn.init.ones_(parameter)
@@ -162,6 +166,22 @@ class DecodeStep:
         if _dtype("kv_dtype", self.options.kv_dtype or self.options.dtype) in FLOAT8_DTYPES:
             block.self_attn.kv_scale = torch.ones(1, device=device)
         return block.requires_grad_(False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelUnit(Unit):
+    """One variant of a Triton kernel, compiled for the device; loading is the same call over the filled cache.
+
+    Attributes:
+        launch: the launch that needs it; see :func:`mla_ops.backends.triton.variants`.
+    """
+
+    launch: Launch
+    kind: str = "kernel"
+    phase: Phase = "kernels"
+
+    def build(self, resources: Any) -> None:
+        self.launch.compile()
 
 
 @dataclass
@@ -196,13 +216,12 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
     device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
     kv_dtype = _dtype("kv_dtype", options.kv_dtype or options.dtype)
     choice = select(*(config, device, dtype), backend=options.backend, query_len=options.query_len, kv_dtype=kv_dtype)
-    compiler = _compiler_missing(device)
+    not_compiled = "" if options.compile else "; the block is not compiled, as asked for"
+    not_compiled = not_compiled or _compiler_missing(device)
     sizes = ",".join(map(str, sorted(options.batch_sizes)))
     graphs = f"decode step, query_len {options.query_len}, {num_layers} layers, batch sizes {sizes}"
-    units: list[Unit] = []
-    if choice.name == "aiter":
-        units += aiter_units(options.device, config.num_heads, options.query_len, options.page_size)
-    if not compiler:
+    units: list[Unit] = list(_kernel_units(config, options, choice, dtype, kv_dtype))
+    if not not_compiled:
         units.append(
             CompiledFunctionUnit(
                 key=f"decode block, query_len {options.query_len}",
@@ -214,11 +233,33 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
     return WarmupSpec(
         name=str(model) if not isinstance(model, MLAConfig) else "MLA",
         device=options.device,
-        backend=(choice.name, choice.reason + compiler),
+        backend=(choice.name, choice.reason + not_compiled),
         fields=_fields(config, options, choice, dtype, kv_dtype),
-        setup=lambda: _Resources(DecodeStep(config, options, num_layers, compiled=not compiler)),
+        setup=lambda: _Resources(DecodeStep(config, options, num_layers)),
         units=tuple(units),
     )
+
+
+def _kernel_units(
+    config: MLAConfig, options: BuildOptions, choice: Choice, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> Iterator[Unit]:
+    if choice.name == "aiter":
+        yield from aiter_units(options.device, config.num_heads, options.query_len, options.page_size)
+    if choice.name != "triton" or torch.device(options.device).type != "cuda":
+        return
+    from mla_ops.backends.triton import variants
+    from mla_ops.backends.triton.launch import arch_of_device
+
+    launches = variants(
+        config,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        page_sizes=(options.page_size,),
+        query_len=options.query_len,
+        arch=arch_of_device(torch.device(options.device)),
+    )
+    for launch in launches:
+        yield KernelUnit(key=launch.key, launch=launch)
 
 
 def _fields(

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from mla_ops.backends.aiter import build
+from capture.units import BuildOptions
+from mla_ops import warmup
+from mla_ops.backends.aiter import build, runtime
 from mla_ops.backends.aiter.build import BuildError, ModuleBuilder, build_key, modules_for, sweep_locks, unsound
 from mla_ops.backends.aiter.contract import Contract, Installation
 from mla_ops.backends.aiter.probe import ProbeShape, probe, run_probe
@@ -269,3 +272,12 @@ def test_only_a_verdict_is_a_success_of_a_probe(case: str) -> None:
 def test_the_probe_itself_passes_over_aiters_machine_code(machine: list[Launch]) -> None:
     probe(ProbeShape(16, splits=2), device="cpu")
     assert len(machine) == 1
+
+
+def test_the_warm_up_of_a_model_has_them_and_their_key(fake_gpu: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    options = BuildOptions(batch_sizes=(1,), tp=8, layers=1, device="cuda")
+    spec = warmup.spec("deepseek-v3", options)
+    assert spec.backend[0] == "aiter"
+    assert [unit.kind for unit in spec.ordered()][:3] == ["aiter_module", "aiter_module", "aiter_probe"]
+    assert spec.fields["aiter"] == build_key(runtime.installed_runtime().installation, ["gfx942"])

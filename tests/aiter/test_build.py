@@ -48,7 +48,7 @@ def builder(tmp_path: Path, script: str = WRITE + TOKEN, **options: Any) -> Modu
         open(os.path.join({str(runs)!r}, f"{{module}}.{{os.getpid()}}"), "w").write(json.dumps(dict(os.environ)))
     """
     code = textwrap.dedent(prelude) + script
-    installation = Installation(tmp_path / "aiter", tmp_path, "0.0", Contract({}, *6 * (False,)), "digest")  # type: ignore[arg-type]
+    installation = Installation(tmp_path / "aiter", tmp_path, "0.0", Contract({}, False, (), False, False), "digest")
     defaults: dict[str, Any] = {"archs": ["gfx942"], "timeout": 20.0, "command": (sys.executable, "-c", code)}
     return ModuleBuilder(installation, tmp_path / "jit", **(defaults | options))
 

@@ -34,7 +34,7 @@ def contract_of(function: str, text: str) -> Contract:
     (definition,) = ast.parse(f"def {function}{text}: pass").body
     assert isinstance(definition, ast.FunctionDef)
     own = ("num_kv_splits", "num_kv_splits_indptr")
-    return Contract({function: parse_signature(definition)}, True, own, False, False, False, False)
+    return Contract({function: parse_signature(definition)}, True, own, False, False)
 
 
 def bind(function: str, text: str, call: calls.BoundCall) -> dict[str, Any]:
@@ -114,6 +114,13 @@ def test_the_cache_write_lands_on_the_intended_parameters(text: str) -> None:
     assert bound == dict(zip(names, names, strict=True))
 
 
+@versions("mla_decode_stage1_asm_fwd")
+def test_what_stage_1_writes_has_the_same_names_in_every_release(text: str) -> None:
+    """The split LSEs are found by them where a version returns no LSE."""
+    names = contract_of("mla_decode_stage1_asm_fwd", text).functions["mla_decode_stage1_asm_fwd"].names
+    assert {"splitData", "splitLse"} <= set(names)
+
+
 # --- what no version has had yet --------------------------------------------------------------------------------
 
 NEWEST = SIGNATURES["mla_decode_fwd"][-1]["signature"]
@@ -151,9 +158,7 @@ def test_the_wheel_is_read_as_what_it_is(installation: Installation) -> None:
     contract = installation.contract
     assert installation.version == "0.1.7.post2.dev18"
     assert contract.meta_outputs == ("num_kv_splits", "mgc", "num_kv_splits_indptr")
-    assert contract == replace(
-        contract, own_splits=False, returns_lse=False, fold_replaces_output=False, prefill_needs_flydsl=False
-    )
+    assert contract == replace(contract, own_splits=False, returns_lse=False, prefill_needs_flydsl=False)
     assert "kv_last_page_lens" not in contract.functions["get_mla_metadata_v1"]
     assert installation.kernel_table("gfx942") is None
 

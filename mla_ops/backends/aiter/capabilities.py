@@ -14,7 +14,17 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["DecodeRow", "DecodeShape", "KernelTable", "Refusal", "dtype_name", "find_decode_row", "float8_dtype"]
+__all__ = [
+    "ARCHITECTURES",
+    "DecodeRow",
+    "DecodeShape",
+    "KernelTable",
+    "Refusal",
+    "dtype_name",
+    "find_decode_row",
+    "float8_dtype",
+    "read_table",
+]
 
 ARCHITECTURES = ("gfx942", "gfx950")
 _FALLBACK = 'use backend="triton"'

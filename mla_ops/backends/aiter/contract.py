@@ -77,18 +77,14 @@ class Contract:
             owns (and frees under a captured graph).
         meta_outputs: the names that ``mla_decode_fwd`` gives to what ``get_meta_param`` returns.
         returns_lse: ``mla_decode_fwd(return_lse=True)`` writes the LSE of a non-persistent call and does not abort.
-        fold_replaces_output: the fold to 16 heads ends with ``o_orig.set_``, which detaches the caller's output.
         prefill_needs_flydsl: ``flash_attn_varlen_func`` imports ``flydsl`` inside the call.
-        ctypes_abort: an unsupported call aborts the process; else it prints and ends it with exit code 0.
     """
 
     functions: dict[str, Signature]
     own_splits: bool
     meta_outputs: tuple[str, ...]
     returns_lse: bool
-    fold_replaces_output: bool
     prefill_needs_flydsl: bool
-    ctypes_abort: bool
 
     @classmethod
     def parse(cls, sources: dict[str, str], dispatcher: str) -> Contract:
@@ -109,9 +105,7 @@ class Contract:
             meta_outputs=meta_outputs,
             # The three of them came one after another; with fewer, asking for the LSE is garbage or an abort.
             returns_lse="HAS_FINAL_LSE" in mla and "lse != nullptr && persistent" in dispatcher,
-            fold_replaces_output=".set_(" in mla,
             prefill_needs_flydsl="flydsl" in mha,
-            ctypes_abort="ctypes" in sources.get("ops/attention.py", ""),
         )
 
 

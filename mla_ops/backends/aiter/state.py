@@ -16,9 +16,8 @@ from torch import Tensor
 from mla_ops.backends.aiter import calls
 from mla_ops.backends.aiter.runtime import Runtime
 
-__all__ = ["DecodeState", "TokenLists", "choose_splits", "expand_pages", "persistent_mode"]
+__all__ = ["DecodeState", "TokenLists", "choose_splits", "expand_pages", "persistent_mode", "work_of"]
 
-KERNEL_PAGE_SIZE = 1
 _MAX_SPLITS = 16
 # AITER's own model of a split's cost, in keys (get_meta_param).
 _SPLIT_OVERHEAD = 84.1

@@ -22,6 +22,8 @@ CASES = [
     *((16, query_len, splits) for query_len in (2, 4) for splits in (1, 3, 4)),
     *((128, 1, splits) for splits in (1, 3, 4)),
 ]
+# A sum of split LSEs in float32, each rounded by the kernel's own exp and log.
+LSE_FACTOR = 16.0
 
 
 def decode_inputs(lengths: list[int], heads: int, query_len: int, page_size: int = 16) -> DecodeInputs:
@@ -64,7 +66,7 @@ def test_decode_agrees_with_the_reference(heads: int, query_len: int, splits: in
     assert [launch.function for launch in machine] == ["mla_decode_stage1_asm_fwd"]
     assert machine[0].arguments["splitData"].shape[1] == max(splits, 1 if (heads, query_len) == (16, 1) else 2)
     assert_matches(out, expected, low_precision=low_precision(inputs))
-    assert_matches(lse, expected_lse)
+    assert_matches(lse, expected_lse, factor=LSE_FACTOR)
 
 
 def test_head_counts_that_aiter_lacks_are_padded_and_agree(machine: list[Launch]) -> None:
@@ -74,7 +76,7 @@ def test_head_counts_that_aiter_lacks_are_padded_and_agree(machine: list[Launch]
     assert machine[0].arguments["Q"].shape[1] == 16
     assert out.is_contiguous()
     assert_matches(out, expected, low_precision=low_precision(inputs))
-    assert_matches(lse, expected_lse)
+    assert_matches(lse, expected_lse, factor=LSE_FACTOR)
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
@@ -108,7 +110,7 @@ def test_a_plan_over_shuffled_pages_decodes_as_the_reference_does(page_size: int
             )
         (out, lse), (expected, expected_lse), (low, _) = results
         assert_matches(out, expected, low_precision=low)
-        assert_matches(lse, expected_lse)
+        assert_matches(lse, expected_lse, factor=LSE_FACTOR)
 
 
 def test_the_kernel_of_128_heads_masks_nothing_which_is_why_several_query_tokens_are_refused(

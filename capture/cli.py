@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     for command in (build, status, verify, clean):
         command.add_argument("--cache-dir", help="default: $MLA_WARMUP_CACHE, else the user's cache directory")
         command.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    doctor = _add(commands, "doctor", _doctor, "say what this machine has, what it can serve and what to do")
+    doctor.add_argument("--json", action="store_true", help="one JSON document on stdout")
     report = _add(commands, "report", _report, "show saved reports, several side by side")
     report.add_argument("files", nargs="+", metavar="FILE", help="what `build --json` wrote")
     return parser
@@ -188,6 +190,17 @@ def _report(arguments: argparse.Namespace) -> int:
             raise _UsageError(f"{name}: {error}") from None
     _print(reports[0].render() if len(reports) == 1 else render_side_by_side(reports))
     return _DONE
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from mla_ops.doctor import diagnose
+
+    diagnosis = diagnose()
+    if arguments.json:
+        _print_json(diagnosis.to_json())
+    else:
+        print(diagnosis.render())
+    return _DONE if diagnosis.ok else _FAILED
 
 
 def _plan(arguments: argparse.Namespace) -> tuple[WarmupManager, WarmupPlan]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from capture import BuildOptions, CompiledFunctionUnit, GraphCaptureUnit, GraphRunner, Unit, VerifyUnit, WarmupSpec
 from mla_ops.backends.select import Choice, select
 from mla_ops.config import PRESETS, MLAConfig
+from mla_ops.integrations.aiter_units import aiter_fields, aiter_units
 from mla_ops.kv_cache import PagedLatentCache
 from mla_ops.module import DeepseekMLA, compile_layers
 from mla_ops.ops import op_fingerprint
@@ -217,7 +218,13 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
         raise ValueError(f"{model} says nothing of layers; give a number of layers (--layers)")
     device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
     kv_dtype = _dtype("kv_dtype", options.kv_dtype or options.dtype)
-    choice = select(config, device, dtype, backend=options.backend, page_size=options.page_size, kv_dtype=kv_dtype)
+    choice = select(
+        *(config, device, dtype),
+        backend=options.backend,
+        page_size=options.page_size,
+        query_len=options.query_len,
+        kv_dtype=kv_dtype,
+    )
     not_compiled = "" if options.compile else "; the block is not compiled, as asked for"
     not_compiled = not_compiled or _compiler_missing(device)
     sizes = ",".join(map(str, sorted(options.batch_sizes)))
@@ -244,8 +251,10 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
 
 def _kernel_units(
     config: MLAConfig, options: BuildOptions, choice: Choice, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> Iterator[KernelUnit]:
+) -> Iterator[Unit]:
     device = torch.device(options.device)
+    if choice.name == "aiter":
+        yield from aiter_units(options.device, config.num_heads, options.query_len, options.page_size)
     # FlashMLA decodes only: the other ops are those of the backend that auto takes without it.
     others = select(config, device, dtype).name if choice.name == "flash_mla" else choice.name
     if others != "triton" or device.type != "cuda":
@@ -269,6 +278,7 @@ def _fields(
     config: MLAConfig, options: BuildOptions, choice: Choice, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> dict[str, Any]:
     return {
+        **(aiter_fields(options.device) if choice.name == "aiter" else {}),
         "op_schemas": op_fingerprint(),
         "sources": _source_hash(),
         "config": config.to_dict(),

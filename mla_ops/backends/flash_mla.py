@@ -91,8 +91,9 @@ def _module() -> ModuleType:
 class DecodeState:
     """The block table, lengths and schedule of a decode plan.
 
-    A schedule belongs to a number of requests. :meth:`update` makes that of the requests it was given, :meth:`at` that
-    of another number, when asked. So call ``plan.at`` after ``plan.update``, as the module does.
+    A schedule belongs to a number of requests: :meth:`at` makes it, once after each :meth:`update`.
+    ``DecodePlan.update`` asks for that of its requests; for another number call ``plan.at`` after the update, as
+    the module does.
 
     Args:
         max_batch_size: most requests.
@@ -112,19 +113,16 @@ class DecodeState:
         self._schedules: dict[int, tuple[Tensor, Tensor]] = {}
         self._fresh: set[int] = set()
 
-    def update(self, batch_size: int, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_lens: Tensor) -> None:
-        """Rewrite all for the plan's page lists: in place, on the current stream, without a synchronisation.
-
-        Args:
-            batch_size: requests that the plan was given; the lists go on with padded ones.
-            kv_indptr, kv_indices, kv_last_page_lens: of ``max_batch_size`` requests.
-        """
+    def update(self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_lens: Tensor) -> None:
+        """Rewrite table and lengths for the plan's page lists, of ``max_batch_size`` requests, in place."""
         table, lens = _block_table(kv_indptr, kv_indices, kv_last_page_lens, self._page_of)
         self._table.copy_(table)
         self._lens.copy_(lens)
         self._fresh.clear()
-        if batch_size:
-            self._schedule(batch_size)
+
+    def num_kv_splits(self, batch_size: int) -> int:
+        """0: FlashMLA's schedule says."""
+        return 0
 
     def at(self, batch_size: int) -> tuple[Tensor, ...]:
         """Table ``[B, max_pages]``, lengths ``[B]`` and the schedule's two tensors: the same ones at every call."""
@@ -141,15 +139,15 @@ class DecodeState:
 
 
 def make_decode_state(
-    config: MLAConfig, *, max_batch_size: int, max_pages: int, query_len: int, device: torch.device
+    config: MLAConfig, *, max_batch_size: int, max_pages: int, query_len: int, qo_indptr: Tensor, **_: object
 ) -> DecodeState:
-    """The state of a decode plan."""
+    """The state of a decode plan, on ``qo_indptr``'s device."""
     return DecodeState(
         max_batch_size=max_batch_size,
         max_pages=max_pages,
         query_len=query_len,
         num_heads=config.num_heads,
-        device=device,
+        device=qo_indptr.device,
     )
 
 

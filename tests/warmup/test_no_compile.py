@@ -285,9 +285,8 @@ def test_a_warm_up_seals_its_process_when_it_is_done(
     monkeypatch.setattr(guard, "_installed", None)
     unit = toys.CallUnit(key="module", call=build)
     manager = WarmupManager(cache)
-    manager.run(
-        manager.plan(WarmupSpec(name="toy", device="cpu", backend=("toy", ""), fields={}, units=(unit,))), False
-    )
+    spec = WarmupSpec(name="toy", device="cpu", backend=("toy", ""), fields={}, setup=lambda: None, units=(unit,))
+    manager.run(manager.plan(spec), False)
     seal = guard._installed
     assert seal is not None
     try:

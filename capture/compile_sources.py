@@ -24,6 +24,7 @@ __all__ = [
     "attach_torch",
     "attach_triton",
     "attach_triton_autotune",
+    "report_calls",
 ]
 
 _TRACING = frozenset({"dynamo", "aot_autograd"})
@@ -181,41 +182,54 @@ def _named(compile_id: object) -> str:
 def attach_triton_autotune(report: Callable[[CompileEvent], None]) -> Callable[[], None]:
     """Report each configuration that ``triton.autotune`` times."""
 
-    def event(tuner: Any, arguments: dict[str, Any], seconds: float) -> CompileEvent:
-        name = str(getattr(tuner.base_fn, "__name__", tuner.base_fn))
-        return CompileEvent("autotune", name, seconds, False, str(arguments.get("config", "")))
+    def event(args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> CompileEvent:
+        kernel = args[0].base_fn
+        name = str(getattr(kernel, "__name__", kernel))
+        return CompileEvent("autotune", name, seconds, False, str(kwargs.get("config", "")))
 
-    return _wrap(sys.modules["triton.runtime.autotuner"].Autotuner, "_bench", event, report)
+    return report_calls(sys.modules["triton.runtime.autotuner"].Autotuner, "_bench", event, report)
 
 
 def attach_inductor_autotune(report: Callable[[CompileEvent], None]) -> Callable[[], None]:
     """Report each kernel whose configurations Inductor times."""
 
-    def event(tuner: Any, arguments: dict[str, Any], seconds: float) -> CompileEvent:
+    def event(args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> CompileEvent:
+        tuner = args[0]
         name = str(getattr(tuner.fn, "__name__", tuner.fn))
         return CompileEvent("autotune", name, seconds, False, f"{len(tuner.launchers)} configurations")
 
     owner = sys.modules["torch._inductor.runtime.triton_heuristics"].CachingAutotuner
-    return _wrap(owner, "benchmark_all_configs", event, report)
+    return report_calls(owner, "benchmark_all_configs", event, report)
 
 
-def _wrap(
-    owner: type, method: str, event: Callable[[Any, dict[str, Any], float], CompileEvent], report: Any
+def report_calls(
+    owner: Any,
+    name: str,
+    event: Callable[[tuple[Any, ...], dict[str, Any], float], CompileEvent],
+    report: Callable[[CompileEvent], None],
 ) -> Callable[[], None]:
-    inner = getattr(owner, method)
+    """Report ``event(args, kwargs, seconds)`` after each call of ``owner.name``; returns what undoes that.
+
+    Args:
+        owner: a module or a class.
+        name: of a function of it.
+        event: makes the event; of a method the object is the first of ``args``.
+        report: is told.
+    """
+    inner = getattr(owner, name)
 
     @functools.wraps(inner)
-    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
-        result = inner(self, *args, **kwargs)
-        report(event(self, kwargs, time.perf_counter() - start))
+        result = inner(*args, **kwargs)
+        report(event(args, kwargs, time.perf_counter() - start))
         return result
 
-    setattr(owner, method, timed)
-    return lambda: _unwrap(owner, method, timed, inner)
+    setattr(owner, name, timed)
+    return lambda: _unwrap(owner, name, timed, inner)
 
 
-def _unwrap(owner: type, method: str, ours: Any, inner: Any) -> None:
+def _unwrap(owner: Any, method: str, ours: Any, inner: Any) -> None:
     if getattr(owner, method) is ours:  # else somebody wrapped ours in turn
         setattr(owner, method, inner)
 

@@ -100,6 +100,7 @@ def select(
             return Choice("flash_mla", "asked for" if backend == "flash_mla" else "the fastest decode on sm_90")
         if backend == "flash_mla":
             raise BackendUnavailableError("flash_mla", refused, 'use backend="triton"')
+        before = f"FlashMLA does not serve this ({refused}); "
     refusal = _triton_refusal(config, device, dtype)
     if refusal is None:
         served = "asked for" if backend == "triton" else f"its kernels serve {dtype} on {device.type}"

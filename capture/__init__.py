@@ -17,21 +17,31 @@ if TYPE_CHECKING:
         smallest_fit,
     )
     from capture.buffers import BatchDim
+    from capture.compile_sources import CompileEvent
     from capture.errors import (
         CacheAccessError,
         CacheCorruptError,
         CacheError,
         CacheLockTimeout,
         CaptureError,
+        CompileForbiddenError,
         GraphCaptureError,
         InputMismatchError,
         NotCapturedError,
         VerificationError,
     )
     from capture.fingerprint import Fingerprint
-    from capture.guard import CompileEvent, CompileWatch, register_build_source
+    from capture.guard import (
+        CompileWarning,
+        CompileWatch,
+        Seal,
+        install_from_environment,
+        no_compile,
+        register_build_source,
+    )
+    from capture.memory import CapturedBucket, CaptureReport, Memory
     from capture.report import WarmupReport
-    from capture.runner import CapturedBucket, CaptureReport, GraphRunner
+    from capture.runner import GraphRunner
     from capture.store import CacheStore
     from capture.verify import BucketResult, VerifyReport, verify
     from capture.warmup import (
@@ -59,6 +69,8 @@ __all__ = [
     "CaptureReport",
     "CapturedBucket",
     "CompileEvent",
+    "CompileForbiddenError",
+    "CompileWarning",
     "CompileWatch",
     "CompiledFunctionUnit",
     "Fingerprint",
@@ -66,8 +78,10 @@ __all__ = [
     "GraphCaptureUnit",
     "GraphRunner",
     "InputMismatchError",
+    "Memory",
     "NotCapturedError",
     "PaddingWaste",
+    "Seal",
     "Unit",
     "UnitResult",
     "VerificationError",
@@ -79,6 +93,8 @@ __all__ = [
     "WarmupSpec",
     "choose_batch_sizes",
     "default_batch_sizes",
+    "install_from_environment",
+    "no_compile",
     "padding_waste",
     "register_build_source",
     "smallest_fit",
@@ -95,9 +111,11 @@ _MODULE_OF = {
     "CacheLockTimeout": "errors",
     "CacheStore": "store",
     "CaptureError": "errors",
-    "CaptureReport": "runner",
-    "CapturedBucket": "runner",
-    "CompileEvent": "guard",
+    "CaptureReport": "memory",
+    "CapturedBucket": "memory",
+    "CompileEvent": "compile_sources",
+    "CompileForbiddenError": "errors",
+    "CompileWarning": "guard",
     "CompileWatch": "guard",
     "CompiledFunctionUnit": "warmup",
     "Fingerprint": "fingerprint",
@@ -105,8 +123,10 @@ _MODULE_OF = {
     "GraphCaptureUnit": "warmup",
     "GraphRunner": "runner",
     "InputMismatchError": "errors",
+    "Memory": "memory",
     "NotCapturedError": "errors",
     "PaddingWaste": "buckets",
+    "Seal": "guard",
     "Unit": "warmup",
     "UnitResult": "warmup",
     "VerificationError": "errors",
@@ -118,6 +138,8 @@ _MODULE_OF = {
     "WarmupSpec": "warmup",
     "choose_batch_sizes": "buckets",
     "default_batch_sizes": "buckets",
+    "install_from_environment": "guard",
+    "no_compile": "guard",
     "padding_waste": "buckets",
     "register_build_source": "guard",
     "smallest_fit": "buckets",

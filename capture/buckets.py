@@ -84,6 +84,7 @@ def choose_batch_sizes(
     max_graphs: int,
     memory_budget: int | None = None,
     bytes_per_graph: int | None = None,
+    shared_bytes: int = 0,
 ) -> tuple[int, ...]:
     """The at most ``max_graphs`` batch sizes that pad the fewest rows over ``histogram``, ascending.
 
@@ -94,7 +95,8 @@ def choose_batch_sizes(
         histogram: calls seen by batch size.
         max_graphs: most graphs to capture.
         memory_budget: bytes that all graphs together may take; needs ``bytes_per_graph``.
-        bytes_per_graph: bytes one graph takes, e.g. the mean ``memory_bytes`` of a :class:`CaptureReport`.
+        bytes_per_graph: bytes that each graph adds, the ``memory.graph`` of a bucket of a :class:`CaptureReport`.
+        shared_bytes: bytes that all graphs share, the ``memory.pool`` of the largest bucket.
 
     Raises:
         ValueError: nothing was seen, a count is negative, or not one graph is allowed.
@@ -106,11 +108,11 @@ def choose_batch_sizes(
     if memory_budget is not None and bytes_per_graph is not None:
         if bytes_per_graph < 1:
             raise ValueError(f"bytes_per_graph must be positive, got {bytes_per_graph}")
-        limit = min(limit, memory_budget // bytes_per_graph)
+        limit = min(limit, (memory_budget - shared_bytes) // bytes_per_graph)
     if limit < 1:
         raise ValueError(
             f"not one graph is allowed: max_graphs={max_graphs}, memory_budget={memory_budget}, "
-            f"bytes_per_graph={bytes_per_graph}; raise the limit, or run without graphs"
+            f"bytes_per_graph={bytes_per_graph}, shared_bytes={shared_bytes}; raise the limit, or run without graphs"
         )
     return _partition(sizes, counts, min(limit, len(sizes)))
 

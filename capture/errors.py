@@ -4,6 +4,7 @@ CaptureError
 ├── NotCapturedError       no captured graph fits the call
 ├── InputMismatchError     an input differs from what was captured (also a ValueError)
 ├── GraphCaptureError      a capture failed: the bucket, the cause, the remedies
+├── CompileForbiddenError  something was compiled under no_compile(); carries the event
 ├── VerificationError      a captured graph does not give what eager gives; carries the report
 └── CacheError             the warm-up cache
     ├── CacheCorruptError  a file of the cache is not what its manifest says
@@ -14,9 +15,10 @@ CaptureError
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from capture.compile_sources import CompileEvent
     from capture.verify import VerifyReport
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "CacheError",
     "CacheLockTimeout",
     "CaptureError",
+    "CompileForbiddenError",
     "GraphCaptureError",
     "InputMismatchError",
     "NotCapturedError",
@@ -53,6 +56,9 @@ class NotCapturedError(CaptureError):
             'capture a larger batch size, or make the runner with fallback="eager"'
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:  # a worker process hands it to its parent
+        return type(self), (self.batch_size, self.captured)
+
 
 class InputMismatchError(CaptureError, ValueError):
     """An input of a call differs from what was captured; the message names it."""
@@ -69,6 +75,26 @@ class GraphCaptureError(CaptureError, RuntimeError):
         self.batch_size = batch_size
         super().__init__(message)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.batch_size, str(self))
+
+
+class CompileForbiddenError(CaptureError, AssertionError):
+    """Something was compiled, tuned or captured under ``no_compile()``.
+
+    An AssertionError, because Dynamo wraps what it does not know of into an error of its own.
+
+    Attributes:
+        event: the :class:`capture.CompileEvent`, with its stack.
+    """
+
+    def __init__(self, event: CompileEvent, message: str) -> None:
+        self.event = event
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.event, str(self))
+
 
 class VerificationError(CaptureError):
     """A captured graph does not give what eager gives.
@@ -80,6 +106,9 @@ class VerificationError(CaptureError):
     def __init__(self, report: VerifyReport, message: str) -> None:
         self.report = report
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.report, str(self))
 
 
 class CacheError(CaptureError):

@@ -123,7 +123,7 @@ def _out_of_memory(bucket: int, doing: str, device: torch.device, captured: Iter
     done = ", ".join(map(str, captured)) or "none"
     return (
         f"out of memory while {doing} a batch of {bucket}{memory}; captured before it: {done}. Remedies: "
-        "(1) a smaller largest batch size, or fewer sizes: choose_batch_sizes(..., memory_budget=...); "
+        "(1) a smaller largest batch size, or fewer sizes: GraphRunner(..., memory_budget=...); "
         "(2) leave more memory free: a smaller KV cache, allocated before the capture; "
         "(3) share pool= with runners that never replay at the same time; "
         '(4) capture only small batches and run the rest with fallback="eager"'

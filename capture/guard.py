@@ -2,51 +2,47 @@
 
 :class:`CompileWatch` listens to *build sources*: Triton and torch.compile, and whatever a backend registers
 with :func:`register_build_source`. A source is attached when its module is imported, or at once if it is
-already there; watching itself never imports Triton, Dynamo or Inductor.
+already there; watching itself never imports Triton, Dynamo or Inductor. :func:`no_compile` forbids compilations.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+import traceback as traceback_module
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Literal, get_args
 
-__all__ = ["Attach", "CompileEvent", "CompileWatch", "register_build_source"]
+from capture.compile_sources import (
+    Attach,
+    CompileEvent,
+    attach_capture,
+    attach_dynamo_start,
+    attach_inductor_autotune,
+    attach_torch,
+    attach_triton,
+    attach_triton_autotune,
+)
+from capture.errors import CompileForbiddenError
 
-_TRACING = frozenset({"dynamo", "aot_autograd"})
-
-
-@dataclass(frozen=True)
-class CompileEvent:
-    """One compilation, or one that a cache spared.
-
-    Attributes:
-        kind: ``triton``, ``inductor``, ``aot_autograd``, ``dynamo``, or a registered source's name.
-        name: the kernel or function.
-        seconds: how long it took; for torch.compile's kinds, the whole compilation that it was part of.
-        cached: a cache had it.
-    """
-
-    kind: str
-    name: str
-    seconds: float
-    cached: bool
-
-    @property
-    def is_build(self) -> bool:
-        """Whether code was generated. Tracing (``dynamo``, ``aot_autograd``) does not: every process traces
-        again, and an Inductor build behind it is an event of its own.
-        """
-        return not self.cached and self.kind not in _TRACING
-
-
-Attach = Callable[[Callable[[CompileEvent], None]], Callable[[], None]]
-"""Starts reporting events to its argument; returns what stops it."""
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "Attach",
+    "CompileEvent",
+    "CompileWarning",
+    "CompileWatch",
+    "Mode",
+    "Seal",
+    "install_from_environment",
+    "no_compile",
+    "register_build_source",
+]
 
 
 @dataclass(frozen=True)
@@ -69,6 +65,41 @@ def register_build_source(kind: str, module: str, attach: Attach) -> None:
     _SOURCES[kind] = _Source(module, attach)
 
 
+class _Attachment:
+    """Reports the events of ``sources`` until it is closed: now, or once a source's module is imported."""
+
+    def __init__(self, sources: Iterable[_Source], report: Callable[[CompileEvent], None]) -> None:
+        self._report = report
+        self._detach: list[Callable[[], None]] = []
+        self._finder: _AfterImport | None = None
+        later: dict[str, list[Attach]] = {}
+        for source in sources:
+            if source.module in sys.modules:
+                self._attach(source.attach)
+            else:
+                later.setdefault(source.module, []).append(source.attach)
+        if later:
+            self._finder = _AfterImport({module: self._attach_all(group) for module, group in later.items()})
+            sys.meta_path.insert(0, self._finder)
+
+    def close(self) -> None:
+        if self._finder is not None:
+            sys.meta_path.remove(self._finder)
+            self._finder = None
+        while self._detach:
+            self._detach.pop()()
+
+    def _attach(self, attach: Attach) -> None:
+        self._detach.append(attach(self._report))
+
+    def _attach_all(self, group: Sequence[Attach]) -> Callable[[], None]:
+        def run() -> None:
+            for attach in group:
+                self._attach(attach)
+
+        return run
+
+
 class CompileWatch:
     """Context manager that lists what was compiled inside of it.
 
@@ -78,8 +109,7 @@ class CompileWatch:
 
     def __init__(self) -> None:
         self.events: list[CompileEvent] = []
-        self._detach: list[Callable[[], None]] = []
-        self._finder: _AfterImport | None = None
+        self._attachment: _Attachment | None = None
 
     @property
     def compiled(self) -> int:
@@ -87,36 +117,134 @@ class CompileWatch:
         return sum(event.is_build for event in self.events)
 
     def __enter__(self) -> CompileWatch:
-        later: dict[str, list[Attach]] = {}
-        for source in _SOURCES.values():
-            if source.module in sys.modules:
-                self._attach(source.attach)
-            else:
-                later.setdefault(source.module, []).append(source.attach)
-        if later:
-            self._finder = _AfterImport({module: self._attach_all(group) for module, group in later.items()})
-            sys.meta_path.insert(0, self._finder)
+        self._attachment = _Attachment(_SOURCES.values(), self.events.append)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._finder is not None:
-            sys.meta_path.remove(self._finder)
-            self._finder = None
-        while self._detach:
-            self._detach.pop()()
-        self.events[:] = _with_function_names(self.events)
+        assert self._attachment is not None
+        self._attachment.close()
 
-    def _attach(self, attach: Attach) -> None:
-        self._detach.append(attach(self.events.append))
 
-    def _attach_all(self, group: Sequence[Attach]) -> Callable[[], None]:
-        def run() -> None:
-            for attach in group:
-                self._attach(attach)
+Mode = Literal["raise", "warn", "record"]
 
-        return run
+
+class Seal:
+    """What :func:`no_compile` returns: a context manager, closed by ``close()`` too.
+
+    Attributes:
+        mode: what happens to a compilation.
+        events: those that were caught, of every thread, with their stacks.
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode must be {', '.join(get_args(Mode))}, got {mode!r}")
+        self.mode = mode
+        self.events: list[CompileEvent] = []
+        self._attachment: _Attachment | None = None
+
+    def __enter__(self) -> Seal:
+        sources = dict(_SOURCES) | _SEAL_SOURCES
+        if self.mode == "raise":
+            sources["torch.compile"] = _Source("torch._dynamo.callback", attach_dynamo_start)
+        self._attachment = _Attachment(sources.values(), self._catch)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Catch no more. Harmless when called twice."""
+        if self._attachment is not None:
+            self._attachment.close()
+            self._attachment = None
+
+    def summary(self) -> str:
+        """One line for each event; "" if there were none."""
+        return "\n".join(map(_line, self.events))
+
+    def _catch(self, event: CompileEvent) -> None:
+        if event.cached or event.kind == "aot_autograd":  # a part of the dynamo event beside it
+            return
+        event = replace(event, stack=tuple(traceback_module.format_stack(sys._getframe(1))))
+        self.events.append(event)
+        if self.mode == "raise":
+            raise CompileForbiddenError(event, f"{_line(event)}\n{_WAY_OUT}\nIt happened at:\n{_callers(event)}")
+        if self.mode == "warn":
+            warnings.warn(f"{_line(event)}\n{_callers(event)}", CompileWarning, stacklevel=3)
+
+
+def no_compile(mode: Mode = "raise") -> Seal:
+    """Catch every compilation: after a warm-up there should be none.
+
+    Caught are Triton compilations, compilations by Dynamo (and by Inductor behind it), timings of an autotuner,
+    graph captures, and the kinds that backends register with :func:`register_build_source`; loads from a cache are not.
+    All threads are watched. Listening costs nothing until something compiles: every hook is in a compiler.
+
+    Args:
+        mode: "raise" raises :class:`capture.errors.CompileForbiddenError` in the thread that compiles: torch.compile
+            and captures before they begin, the rest when it is done. "warn" warns with :class:`CompileWarning`.
+            "record" only lists.
+
+    Returns:
+        A context manager; its ``events`` have name, key, seconds (0 for what had not begun) and stack.
+
+    Raises:
+        ValueError: no such mode.
+    """
+    return Seal(mode)
+
+
+def install_from_environment() -> Seal | None:
+    """Seal the process for good if ``MLA_NO_COMPILE`` is ``raise``, ``warn`` or ``record``.
+
+    Call it where the warm-up ends; :meth:`capture.WarmupManager.run` does. A second call returns the first one's
+    seal. In mode "record" what was caught is printed to stderr when the process ends.
+
+    Raises:
+        ValueError: the variable holds something else.
+    """
+    global _installed
+    mode = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if not mode or _installed is not None:
+        return _installed
+    if mode not in get_args(Mode):
+        raise ValueError(f"{ENVIRONMENT_VARIABLE} must be {', '.join(get_args(Mode))} or unset, got {mode!r}")
+    _installed = seal = no_compile(mode).__enter__()  # type: ignore[arg-type]
+    if mode == "record":
+        atexit.register(lambda: print(seal.summary() or "no compilation after the warm-up", file=sys.stderr))
+    return seal
+
+
+class CompileWarning(UserWarning):
+    """Something was compiled under ``no_compile("warn")``."""
+
+
+ENVIRONMENT_VARIABLE = "MLA_NO_COMPILE"
+_installed: Seal | None = None
+_WAY_OUT = (
+    "Warm it up before: call the step once with every shape and dtype that it will meet, inside the warm-up; or "
+    'set the mode to "warn" or "record" to go on.'
+)
+
+
+def _line(event: CompileEvent) -> str:
+    key = f" ({event.key})" if event.key and event.key not in event.name else ""
+    took = f" took {event.seconds:.3f} s" if event.seconds else ""
+    return f"{event.kind} of {event.name}{key}{took} after the warm-up"
+
+
+def _callers(event: CompileEvent) -> str:
+    """The innermost frames of the stack that are neither a compiler's nor ours."""
+    theirs = [entry for entry in event.stack if not any(name in entry for name in _MACHINERY)]
+    return "".join((theirs or list(event.stack))[-3:]).rstrip()
+
+
+_MACHINERY = (*(f"{os.sep}{name}{os.sep}" for name in ("torch", "triton", "capture")), f"{os.sep}contextlib.py")
 
 
 class _AfterImport(MetaPathFinder):
@@ -165,113 +293,12 @@ class _Loader(Loader):
         self._action()
 
 
-def _attach_triton(report: Callable[[CompileEvent], None]) -> Callable[[], None]:
-    compilation: Any = sys.modules["triton.knobs"].compilation
-    users = compilation.listener
-    listening = True
+register_build_source("triton", "triton.knobs", attach_triton)
+register_build_source("torch.compile", "torch._dynamo.callback", attach_torch)
 
-    def listener(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
-        if users is not None:
-            users(src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit)
-        if listening:
-            report(CompileEvent("triton", str(metadata["name"]), times.total / 1e6, cache_hit))
-
-    def detach() -> None:
-        nonlocal listening
-        listening = False  # whoever chained to us meanwhile still calls us
-        if compilation.listener is listener:
-            compilation.listener = users
-
-    compilation.listener = listener
-    return detach
-
-
-# torch counts hits, misses and bypasses of both caches; a bypass is a graph that no cache will ever hold.
-_TORCH_COUNTERS = (
-    ("aot_autograd", "autograd_cache_hit", True),
-    ("aot_autograd", "autograd_cache_miss", False),
-    ("aot_autograd", "autograd_cache_bypass", False),
-    ("inductor", "fxgraph_cache_hit", True),
-    ("inductor", "fxgraph_cache_miss", False),
-    ("inductor", "fxgraph_cache_bypass", False),
-)
-
-
-class _TorchCompile:
-    """Turns what torch counted during one compilation into events."""
-
-    def __init__(self, report: Callable[[CompileEvent], None]) -> None:
-        self._report = report
-        self._handler: Any = sys.modules["torch._dynamo.callback"].callback_handler
-        self._counted = self._count()
-        self._begun = time.monotonic()
-        self._handler.register_start_callback(self._start)
-        self._handler.register_end_callback(self._end)
-
-    def detach(self) -> None:
-        self._handler.remove_start_callback(self._start)
-        self._handler.remove_end_callback(self._end)
-        self._flush("(outside of torch.compile)", 0.0)
-
-    def _start(self, args: Any) -> None:
-        self._flush("(outside of torch.compile)", 0.0)
-        self._begun = time.monotonic()
-
-    def _end(self, args: Any) -> None:
-        seconds = time.monotonic() - self._begun
-        if args.callback_trigger.name in ("DYNAMO", "LAZY_BACKWARD"):
-            self._report(CompileEvent("dynamo", str(args.compile_id), seconds, False))
-        self._flush(str(args.compile_id), seconds)
-
-    def _flush(self, name: str, seconds: float) -> None:
-        before, self._counted = self._counted, self._count()
-        # Fewer than before: somebody cleared torch's counters.
-        rises = [now - then if now >= then else now for now, then in zip(self._counted, before, strict=True)]
-        asked = 0
-        for (kind, counter, cached), rise in zip(_TORCH_COUNTERS, rises, strict=False):
-            asked += rise if kind == "inductor" else 0
-            label = f"{name} (bypass)" if counter.endswith("bypass") else name
-            for _ in range(rise):
-                self._report(CompileEvent(kind, label, seconds, cached))
-        if not asked and _inductor_cache_is_off():
-            for _ in range(rises[-1]):
-                self._report(CompileEvent("inductor", f"{name} (cache off)", seconds, False))
-
-    @staticmethod
-    def _count() -> tuple[int, ...]:
-        """:data:`_TORCH_COUNTERS`, then how many graphs were compiled at all."""
-        utils = sys.modules.get("torch._dynamo.utils")
-        if utils is None:
-            return (0,) * (len(_TORCH_COUNTERS) + 1)
-        counted = (utils.counters[kind][counter] for kind, counter, _ in _TORCH_COUNTERS)
-        return *map(int, counted), int(utils.counters["aot_autograd"]["total"])
-
-
-def _inductor_cache_is_off() -> bool:
-    """With its cache off, Inductor counts neither hits nor misses."""
-    config = sys.modules.get("torch._inductor.config")
-    if config is None:
-        return False
-    return bool(config.force_disable_caches or not (config.fx_graph_cache or config.fx_graph_remote_cache))
-
-
-def _attach_torch(report: Callable[[CompileEvent], None]) -> Callable[[], None]:
-    return _TorchCompile(report).detach
-
-
-def _with_function_names(events: Sequence[CompileEvent]) -> list[CompileEvent]:
-    """Add the function's name to torch's compile ids ("0/0"): torch knows it only after the compilation."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    if utils is None:
-        return list(events)
-    names = {str(metrics.compile_id): metrics.co_name for metrics in utils.get_compilation_metrics()}
-    return [
-        replace(event, name=f"{names[event.name.split()[0]]} [{event.name}]")
-        if event.kind in ("dynamo", "aot_autograd", "inductor") and names.get(event.name.split()[0])
-        else event
-        for event in events
-    ]
-
-
-register_build_source("triton", "triton.knobs", _attach_triton)
-register_build_source("torch.compile", "torch._dynamo.callback", _attach_torch)
+_SEAL_SOURCES = {
+    "autotune of triton": _Source("triton.runtime.autotuner", attach_triton_autotune),
+    "autotune of inductor": _Source("torch._inductor.runtime.triton_heuristics", attach_inductor_autotune),
+    "capture": _Source("torch.cuda.graphs", attach_capture),
+}
+"""Watched under a seal only: a warm-up captures and may tune."""

@@ -21,43 +21,14 @@ from capture.buffers import BatchDim, PadValue, StaticBuffers
 from capture.errors import CaptureError, NotCapturedError
 from capture.graphs import DeviceGraph, EagerGraph, capture_stream, explain, gc_paused
 from capture.inputs import MakeInputs, RandomInputs
+from capture.memory import CapturedBucket, CaptureReport, Memory, MemoryMeter, fit_budget
 from capture.outputs import OutputShapes, StaticOutputs
+from capture.ranks import Ranks
 
 if TYPE_CHECKING:
     from capture.verify import VerifyReport
 
-__all__ = ["CaptureReport", "CapturedBucket", "GraphRunner"]
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedBucket:
-    """One captured batch size.
-
-    Attributes:
-        capture_seconds: warm-up and capture of this size.
-        memory_bytes: device memory that the capture took, by the driver's count: the pool's growth and
-            the graph object. Other processes on the device disturb it. 0 on the CPU.
-        verified: the graph was proved against eager.
-    """
-
-    batch_size: int
-    capture_seconds: float
-    memory_bytes: int
-    verified: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureReport:
-    """What :meth:`GraphRunner.capture` did, largest batch size first.
-
-    Attributes:
-        seconds: wall time of all of it, verification included.
-        verification: None if it was not asked for.
-    """
-
-    buckets: tuple[CapturedBucket, ...]
-    seconds: float
-    verification: VerifyReport | None
+__all__ = ["GraphRunner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +60,8 @@ class GraphRunner:
         batch_dims: for each input a dimension (its rows per request follow from the example), a
             :class:`BatchDim`, or None.
         device: where the static buffers live; the first example's device if None.
-        pool: memory pool to share with other runners that never replay at the same time; a new one if None.
+        pool: memory pool (``torch.cuda.graph_pool_handle()``) to share with other runners that never replay at the
+            same time, such as those of other query lengths; a new one if None.
         pad_values: what the pad rows of an input hold, 0 if not named; "last" repeats the last live row.
         state: tensors that the step changes in place (a paged KV cache), for verification and for
             :meth:`moved`. Looked up again at each check, so a mapping that the caller keeps current shows a
@@ -99,6 +71,10 @@ class GraphRunner:
         poison_state: ``poison_state(inputs)`` overwrites what the step must not read for these inputs (unused
             cache slots) with NaN, for verification.
         fallback: "eager" runs a batch above the largest bucket eagerly; None refuses it.
+        memory_budget: bytes of device memory that the graphs may take; batch sizes that would exceed it, by what the
+            graph of the largest took, are left out.
+        process_group: of ranks whose steps run collectives together. All of them must make and capture runners with
+            the same batch sizes; if one fails, all do.
 
     Raises:
         ValueError: batch sizes, names, batch dimensions or pad values do not fit the examples.
@@ -118,6 +94,8 @@ class GraphRunner:
         make_inputs: MakeInputs | None = None,
         poison_state: Callable[[Mapping[str, Tensor]], None] | None = None,
         fallback: Literal["eager"] | None = None,
+        memory_budget: int | None = None,
+        process_group: Any = None,
     ) -> None:
         if fallback not in (None, "eager"):
             raise ValueError(f'fallback must be "eager" or None, got {fallback!r}')
@@ -129,6 +107,8 @@ class GraphRunner:
         self.state: Mapping[str, Tensor] = {} if state is None else state
         self.poison_state = poison_state
         self.fallback = fallback
+        self.memory_budget = memory_budget
+        self.ranks = Ranks(process_group)
         largest = self.batch_sizes[-1]
         self.static_inputs = StaticBuffers(
             example_inputs, batch_dims, max_batch_size=largest, device=self.device, pad_values=pad_values
@@ -148,8 +128,8 @@ class GraphRunner:
         """Warm up every batch size, capture largest first into one pool, and verify.
 
         Raises:
-            GraphCaptureError: no memory, a call that no graph can hold (a host synchronization), or
-                results that cannot be stored. Nothing stays captured.
+            GraphCaptureError: no memory, a call that no graph can hold (a host synchronization),
+                results that cannot be stored, or a failure of another rank. Nothing stays captured.
             VerificationError: a graph does not give what eager gives. Nothing stays captured.
             CaptureError: captured already, or closed.
         """
@@ -157,6 +137,7 @@ class GraphRunner:
         if self._graphs:
             raise CaptureError("this runner is captured already; make a new one for other batch sizes")
         start = time.perf_counter()
+        self.ranks.same("batch_sizes", self.batch_sizes)
         try:
             with torch.no_grad(), self._on_capture_stream():
                 buckets = self._capture_all(self._warm_up())
@@ -166,10 +147,13 @@ class GraphRunner:
         except BaseException:
             self._release()
             raise
+        largest = buckets[0].memory
         return CaptureReport(
             buckets=tuple(replace(bucket, verified=verify) for bucket in buckets),
             seconds=time.perf_counter() - start,
             verification=verification,
+            estimated_bytes=largest.pool + largest.graph * len(self.batch_sizes),
+            dropped=tuple(sorted(set(self.batch_sizes) - set(self._graphs))),
         )
 
     def __call__(self, *, clone: bool = False, **inputs: Tensor) -> Any:
@@ -328,29 +312,47 @@ class GraphRunner:
 
     def _capture_all(self, warm_seconds: Mapping[int, float]) -> list[CapturedBucket]:
         """Largest first: the smaller graphs then live in the memory that the largest one left in the pool."""
-        buckets = []
+        sizes = self.batch_sizes
         with gc_paused():
             if self._on_device:
                 torch.cuda.empty_cache()  # the warm-up's blocks; the pool cannot use them
             pool = self._shared_pool
             if pool is None and self._on_device:
                 pool = torch.cuda.graph_pool_handle()
-            for size in self.batch_sizes[::-1]:
-                self.static_inputs.pad_all(size)  # a runtime may run what it fails to record
-                self._synchronize()
-                start, free = time.perf_counter(), self._free_bytes()
-                with self._explain(size, "capturing"):
-                    body = self._body(size)
-                    self._graphs[size] = DeviceGraph(body, pool) if self._on_device else EagerGraph(body)
-                seconds = warm_seconds[size] + time.perf_counter() - start
-                buckets.append(CapturedBucket(size, seconds, max(0, free - self._free_bytes()), False))
+            with self._all_ranks_or_none():
+                buckets = [self._capture_one(sizes[-1], pool, warm_seconds)]
+            # Every rank keeps the sizes that fit all of them: a replay on one is a replay on all.
+            memory = Memory(*map(self.ranks.largest, (buckets[0].memory.pool, buckets[0].memory.graph)))
+            kept = fit_budget(sizes, memory, self.memory_budget)
+            with self._all_ranks_or_none():
+                buckets += [self._capture_one(size, pool, warm_seconds) for size in kept[-2::-1]]
         return buckets
+
+    def _capture_one(self, size: int, pool: Any, warm_seconds: Mapping[int, float]) -> CapturedBucket:
+        self.static_inputs.pad_all(size)  # a runtime may run what it fails to record
+        self._synchronize()
+        start, meter = time.perf_counter(), MemoryMeter(self.device)
+        with self._explain(size, "capturing"):
+            body = self._body(size)
+            self._graphs[size] = DeviceGraph(body, pool) if self._on_device else EagerGraph(body)
+        return CapturedBucket(size, warm_seconds[size] + time.perf_counter() - start, meter.taken(), False)
+
+    @contextmanager
+    def _all_ranks_or_none(self) -> Iterator[None]:
+        """A rank that fails in here tells the others, which would else wait for it in their next collective."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as failure:
+            error = failure
+        self.ranks.agree(error, self.batch_sizes[-1])
 
     def _verify(self) -> VerifyReport:
         from capture.verify import verify  # here: capture.verify reads runners
 
-        report = verify(self)
-        report.raise_if_failed()
+        with self._all_ranks_or_none():
+            report = verify(self)
+            report.raise_if_failed()
         return report
 
     def _current_addresses(self) -> dict[str, int]:
@@ -385,9 +387,6 @@ class GraphRunner:
     def _synchronize(self) -> None:
         if self._on_device:
             torch.cuda.current_stream(self.device).synchronize()
-
-    def _free_bytes(self) -> int:
-        return torch.cuda.mem_get_info(self.device)[0] if self._on_device else 0
 
     def _explain(self, bucket: int, doing: str) -> AbstractContextManager[None]:
         return explain(self.step, bucket, doing, self.device, list(self._graphs))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from capture.fingerprint import Fingerprint, environment_fields
-from capture.guard import CompileWatch
+from capture.guard import CompileWatch, install_from_environment
 from capture.progress import Heartbeat, Progress, line_progress, rich_progress
 from capture.report import PHASES, BucketRow, PhaseRow, UnitRow, WarmupReport
 from capture.store import CacheCheck, CacheStore, cache_root
@@ -125,7 +125,8 @@ class WarmupManager:
     def run(self, plan: WarmupPlan, progress: bool | Progress = True) -> WarmupReport:
         """Do the plan. Units that fail are in the report; the others go on.
 
-        Environment variables point torch, Triton and AITER at the cache; they stay set for the process.
+        Environment variables point torch, Triton and AITER at the cache; they stay set for the process. If
+        ``MLA_NO_COMPILE`` is set, compilations are caught from then on (:func:`capture.install_from_environment`).
 
         Args:
             progress: True: a bar on a terminal, else lines on stderr, at least one every ``heartbeat``
@@ -143,6 +144,7 @@ class WarmupManager:
             watch = stack.enter_context(CompileWatch())
             run = _Run(plan, beat, self.lock_timeout)
             run.execute()
+        install_from_environment()
         return run.report(watch.compiled)
 
 

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 # Backends that plan buffers of their own.
-_STATEFUL = {"aiter": "mla_ops.backends.aiter"}
+_STATEFUL = {name: f"mla_ops.backends.{name}" for name in ("aiter", "flash_mla")}
 _CANARY = -0x5EED5EED
 _CANARY_WIDTH = 32
 
@@ -51,7 +51,7 @@ class PaddingRule:
     slot: int
 
 
-PADDING_RULES = dict.fromkeys(("aiter", "reference", "triton"), PaddingRule(kv_len=0, page=0, slot=-1))
+PADDING_RULES = dict.fromkeys(("aiter", "flash_mla", "reference", "triton"), PaddingRule(kv_len=0, page=0, slot=-1))
 """Padding rule by backend. Output rows of a padded request are 0 under each of them."""
 
 
@@ -157,7 +157,11 @@ class DecodePlan:
         self.device = torch.device(device)
         kv_dtype = kv_dtype or dtype
         self.choice: Choice = select(
-            config, self.device, dtype, backend=backend, query_len=query_len, kv_dtype=kv_dtype
+            *(config, self.device, dtype),
+            backend=backend,
+            page_size=page_size,
+            query_len=query_len,
+            kv_dtype=kv_dtype,
         )
         self.padding = PADDING_RULES[self.choice.name]
         self.max_pages = -(-max_seq_len // page_size)
@@ -219,6 +223,8 @@ class DecodePlan:
         self._write_lists(block_table, seq_lens)
         if self._state is not None:
             self._state.update(self._kv_indptr, self._kv_indices, self._kv_last_page_lens)
+            if len(seq_lens):
+                self._state.at(len(seq_lens))
 
     def _write_lists(self, block_table: Tensor, seq_lens: Tensor) -> None:
         batch, width = block_table.shape
@@ -256,11 +262,17 @@ class DecodePlan:
     def at(self, batch_size: int) -> DecodeMetadata:
         """The views of the first ``batch_size`` requests: the same tensors at every call.
 
+        Call it after each :meth:`update`: some backends plan for a number of requests, and then bring that of another
+        number than the update's up to date here, by a launch.
+
         Raises:
             ValueError: ``batch_size`` is not in ``1..max_batch_size``.
         """
         metadata = self._views.get(batch_size)
-        if metadata is None:
+        if metadata is not None:
+            if self._state is not None:
+                self._state.at(batch_size)
+        else:
             if not 1 <= batch_size <= self.max_batch_size:
                 raise ValueError(f"batch_size must be in 1..{self.max_batch_size} (the plan's), got {batch_size}")
             tokens, state = batch_size * self.query_len, self._state

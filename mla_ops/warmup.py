@@ -60,9 +60,12 @@ class DecodeStep:
         config: dimensions of one rank.
         options: sizes, dtypes, device.
         num_layers: layers.
+        pages_per_request: most pages that :meth:`inputs` gives a request, and room for them in the cache.
     """
 
-    def __init__(self, config: MLAConfig, options: BuildOptions, num_layers: int) -> None:
+    def __init__(
+        self, config: MLAConfig, options: BuildOptions, num_layers: int, *, pages_per_request: int = _VERIFY_PAGES
+    ) -> None:
         device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
         self.config, self.options = config, options
         self.generator = torch.Generator(device).manual_seed(0)
@@ -78,7 +81,7 @@ class DecodeStep:
             kv_dtype=_dtype("kv_dtype", options.kv_dtype or options.dtype),
             backend=options.backend,
         )
-        self.pages_per_request = min(_VERIFY_PAGES, self.plan.max_pages)
+        self.pages_per_request = min(pages_per_request, self.plan.max_pages)
         self.cache = PagedLatentCache(
             config,
             num_layers=num_layers,
@@ -215,7 +218,13 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
         raise ValueError(f"{model} says nothing of layers; give a number of layers (--layers)")
     device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
     kv_dtype = _dtype("kv_dtype", options.kv_dtype or options.dtype)
-    choice = select(*(config, device, dtype), backend=options.backend, query_len=options.query_len, kv_dtype=kv_dtype)
+    choice = select(
+        *(config, device, dtype),
+        backend=options.backend,
+        page_size=options.page_size,
+        query_len=options.query_len,
+        kv_dtype=kv_dtype,
+    )
     not_compiled = "" if options.compile else "; the block is not compiled, as asked for"
     not_compiled = not_compiled or _compiler_missing(device)
     sizes = ",".join(map(str, sorted(options.batch_sizes)))
@@ -243,9 +252,12 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
 def _kernel_units(
     config: MLAConfig, options: BuildOptions, choice: Choice, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> Iterator[Unit]:
+    device = torch.device(options.device)
     if choice.name == "aiter":
         yield from aiter_units(options.device, config.num_heads, options.query_len, options.page_size)
-    if choice.name != "triton" or torch.device(options.device).type != "cuda":
+    # FlashMLA decodes only: the other ops are those of the backend that auto takes without it.
+    others = select(config, device, dtype).name if choice.name == "flash_mla" else choice.name
+    if others != "triton" or device.type != "cuda":
         return
     from mla_ops.backends.triton import variants
     from mla_ops.backends.triton.launch import arch_of_device
@@ -256,7 +268,7 @@ def _kernel_units(
         kv_dtype=kv_dtype,
         page_sizes=(options.page_size,),
         query_len=options.query_len,
-        arch=arch_of_device(torch.device(options.device)),
+        arch=arch_of_device(device),
     )
     for launch in launches:
         yield KernelUnit(key=launch.key, launch=launch)

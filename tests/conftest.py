@@ -14,6 +14,10 @@ SEED_VARIABLE = "MLA_TEST_SEED"
 torch.set_num_threads(2)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-minutes", type=float, default=0.1, help="how long each backend is soaked (default: 0.1)")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

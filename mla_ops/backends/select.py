@@ -14,7 +14,7 @@ from mla_ops.errors import BackendUnavailableError
 
 __all__ = ["BACKENDS", "Choice", "Op", "select"]
 
-BACKENDS = ("aiter", "reference", "triton")
+BACKENDS = ("aiter", "flash_mla", "reference", "triton")
 
 Op = Literal["decode", "prefill", "cache"]
 """What is to be served: attention in one form or the other, or only reads and writes of the cache."""
@@ -49,6 +49,7 @@ def select(
     num_heads: int | None = None,
     widths: tuple[int, int] | None = None,
     query_len: int = 1,
+    page_size: int | None = None,
     kv_dtype: torch.dtype | None = None,
 ) -> Choice:
     """Choose a backend.
@@ -63,6 +64,7 @@ def select(
         widths: ``(latent_dim, kv_lora_rank)`` for decode, ``(qk_head_dim, v_head_dim)`` for prefill; the config's
             where ``None``.
         query_len: query tokens of each request in decode.
+        page_size: rows per page; auto takes FlashMLA only where it is known.
         kv_dtype: of the cache; ``dtype`` where ``None``.
 
     Raises:
@@ -92,6 +94,13 @@ def select(
             if backend == "aiter":
                 raise
             before = f"AITER does not serve this ({error.reason}); "
+    elif backend == "flash_mla" or (backend == "auto" and op == "decode" and page_size is not None):
+        refused = _flash_mla_refusal(config, device, dtype, page_size, kv_dtype)
+        if refused is None:
+            return Choice("flash_mla", "asked for" if backend == "flash_mla" else "the fastest decode on sm_90")
+        if backend == "flash_mla":
+            raise BackendUnavailableError("flash_mla", refused, 'use backend="triton"')
+        before = f"FlashMLA does not serve this ({refused}); "
     refusal = _triton_refusal(config, device, dtype)
     if refusal is None:
         served = "asked for" if backend == "triton" else f"its kernels serve {dtype} on {device.type}"
@@ -128,6 +137,19 @@ def _aiter_reason(request: _Request) -> str:
     )
     padded = f", {request.num_heads} heads padded to {row.num_heads}" if row.num_heads != request.num_heads else ""
     return f"{where}, {row.code_object}{padded}"
+
+
+def _flash_mla_refusal(
+    config: MLAConfig | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    page_size: int | None,
+    kv_dtype: torch.dtype | None,
+) -> str | None:
+    from mla_ops.backends import flash_mla  # here: it selects the backend of its other ops
+
+    widths = None if config is None else (config.latent_dim, config.kv_lora_rank)
+    return flash_mla.refusal(device, dtype, widths=widths, page_size=page_size, kv_dtype=kv_dtype)
 
 
 def _triton_refusal(config: MLAConfig | None, device: torch.device, dtype: torch.dtype) -> str | None:

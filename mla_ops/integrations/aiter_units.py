@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from capture import register_build_source
+from capture.compile_sources import CompileEvent, report_calls
 from capture.units import Phase, Unit
 from mla_ops.backends.aiter import runtime
 from mla_ops.backends.aiter.build import ModuleBuilder, build_key, modules_for
@@ -92,3 +95,15 @@ def aiter_fields(device: str) -> dict[str, str]:
     """What the fingerprint of a warm-up with AITER must hold."""
     arch = runtime.arch_of(torch.device(device))
     return {"aiter": build_key(runtime.installed_runtime().installation, [arch or "none"])}
+
+
+def _attach_builds(report: Callable[[CompileEvent], None]) -> Callable[[], None]:
+    """Report each module that AITER builds in this process."""
+
+    def event(args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> CompileEvent:
+        return CompileEvent("aiter", str(args[0] if args else kwargs.get("md_name", "")), seconds, False)
+
+    return report_calls(sys.modules["aiter.jit.core"], "build_module", event, report)
+
+
+register_build_source("aiter", "aiter.jit.core", _attach_builds)

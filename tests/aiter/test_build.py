@@ -12,11 +12,13 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from capture import CompileForbiddenError, no_compile
 from capture.units import BuildOptions
 from mla_ops import warmup
 from mla_ops.backends.aiter import build, runtime
@@ -281,3 +283,12 @@ def test_the_warm_up_of_a_model_has_them_and_their_key(fake_gpu: Launches, monke
     assert spec.backend[0] == "aiter"
     assert [unit.kind for unit in spec.ordered()][:3] == ["aiter_module", "aiter_module", "aiter_probe"]
     assert spec.fields["aiter"] == build_key(runtime.installed_runtime().installation, ["gfx942"])
+
+
+def test_a_build_while_serving_is_caught_with_the_modules_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = ModuleType("aiter.jit.core")
+    core.build_module = lambda md_name, srcs=(): None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "aiter.jit.core", core)
+    with no_compile(), pytest.raises(CompileForbiddenError, match="aiter of module_mla_asm"):
+        core.build_module(md_name="module_mla_asm")
+    core.build_module("module_mla_asm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from recorded_graph import RecordedGraph
 from torch import Tensor
 from toy_step import WIDTH, ToyStep, example, runner_of
 
-from capture import GraphCaptureError, GraphRunner
+from capture import GraphCaptureError, GraphRunner, VerificationError
 
 
 @pytest.fixture(autouse=True)
@@ -135,3 +136,80 @@ def test_pad_value_that_is_a_live_slot_lets_the_warm_up_write_there() -> None:
     step.cache.fill_(1)
     captured(step, pad_values={"slots": 0})
     assert not step.cache[0].any()
+
+
+def test_branch_on_the_batch_size_is_taken_by_the_bucket_and_not_by_the_call() -> None:
+    def step(x: Tensor, slots: Tensor) -> Tensor:
+        return x * 2 if len(x) > 4 else x * 3
+
+    runner = captured(step, batch_sizes=(8,))
+    inputs = example(2)
+    assert torch.equal(runner(**inputs), inputs["x"] * 2)
+    with pytest.raises(VerificationError, match="eager with pad rows differs from eager without"):
+        runner_of(step, batch_sizes=(8,)).capture()
+
+
+def test_python_side_effects_happen_at_warm_up_and_capture_only_where_a_tensor_counts_replays() -> None:
+    calls, replays = [], torch.zeros((), dtype=torch.int64)
+
+    def step(x: Tensor, slots: Tensor) -> Tensor:
+        calls.append(len(x))
+        replays.add_(1)
+        return x * 2
+
+    runner = captured(step, batch_sizes=(8,), state={"replays": replays})
+    ran, counted = len(calls), int(replays)
+    for _ in range(5):
+        runner(**example(3))
+    assert len(calls) == ran
+    assert int(replays) == counted + 5
+
+
+def test_metadata_must_be_advanced_in_place_since_a_new_tensor_is_not_read() -> None:
+    lengths = {"rebound": torch.zeros(1), "in place": torch.zeros(1)}
+    runners = {name: captured(lambda x, slots, name=name: x + lengths[name]) for name in lengths}
+    lengths["rebound"] = lengths["rebound"] + 1
+    lengths["in place"].add_(1)
+    inputs = example(2)
+    assert torch.equal(runners["rebound"](**inputs), inputs["x"])
+    assert torch.equal(runners["in place"](**inputs), inputs["x"] + 1)
+
+
+def test_module_flags_are_those_of_the_capture() -> None:
+    layer = torch.nn.Dropout(0.5).eval()
+    runner = captured(lambda x, slots: layer(x))
+    layer.train()
+    inputs = example(8)
+    assert torch.equal(runner(**inputs), inputs["x"])
+
+
+def test_copy_of_a_module_is_not_what_its_graphs_read() -> None:
+    layer = torch.nn.Linear(WIDTH, WIDTH)
+    runner = captured(lambda x, slots: layer(x))
+    copied = copy.deepcopy(layer)
+    inputs = example(2)
+    wanted = layer(inputs["x"])
+    with torch.no_grad():
+        copied.weight.zero_()
+    torch.testing.assert_close(runner(**inputs), wanted.detach())
+
+
+def test_nan_of_a_pad_row_is_reported_though_no_live_row_has_it() -> None:
+    def step(x: Tensor, slots: Tensor) -> Tensor:
+        return x / (slots >= 0)[:, None]
+
+    assert captured(step)(**example(3)).isfinite().all()
+    with pytest.raises(VerificationError, match="pad rows of output hold NaN"):
+        runner_of(step).capture()
+
+
+def test_nested_modules_with_hooks_run_them_at_capture_only() -> None:
+    ran = []
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)))
+    model[1][0].register_forward_hook(lambda *_: ran.append(1))
+    runner = captured(lambda x, slots: model(x))
+    hooks = len(ran)
+    inputs = example(5)
+    out = runner(**inputs)
+    assert len(ran) == hooks
+    torch.testing.assert_close(out, model(inputs["x"]).detach())

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from toy_step import SLOTS, WIDTH, ToyStep, example, runner_of
 
-from capture import GraphCaptureError, GraphRunner, VerificationError
+from capture import CompileForbiddenError, GraphCaptureError, GraphRunner, VerificationError, no_compile, verify
+from capture.graphs import capture_stream
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +48,7 @@ def test_every_graph_is_verified_bitwise_and_reports_its_memory() -> None:
     assert report.verification is not None
     assert all(bucket.bitwise for bucket in report.verification.buckets)
     assert all(bucket.verified and bucket.memory_bytes >= 0 for bucket in report.buckets)
+    assert report.buckets[0].memory.pool > 0
 
 
 def test_calls_from_other_streams_are_ordered_one_after_the_other() -> None:
@@ -230,6 +235,102 @@ def test_graph_that_froze_a_value_or_an_address_is_found(kind: str) -> None:
 
     with pytest.raises(VerificationError, match="replay differs from eager at the same shape"):
         captured(step, example_inputs=example(8, "cuda"), make_inputs=inputs)
+
+
+def test_side_stream_that_is_not_joined_fails_the_capture() -> None:
+    side = torch.cuda.Stream()
+
+    def step(x: Tensor, slots: Tensor) -> Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x * 3
+        return x * 2
+
+    with pytest.raises(GraphCaptureError, match="failed"):
+        captured(step, example_inputs=example(8, "cuda"))
+    assert captured(ToyStep("cuda"))(**example(3, "cuda")).isfinite().all()
+
+
+def test_metadata_that_the_allocator_got_back_after_the_capture_is_found() -> None:
+    kept: dict[int, Tensor] = {}
+
+    def step(x: Tensor, slots: Tensor) -> Tensor:
+        scale = kept.get(len(x))
+        if scale is None:
+            kept.clear()  # an LRU cache of one entry
+            scale = kept[len(x)] = torch.full((WIDTH,), float(len(x)), device=x.device)
+        return x * scale / len(x)
+
+    runner = runner_of(step, (8,), example_inputs=example(8, "cuda"))
+    runner.capture(verify=False)
+    kept.clear()
+    with torch.cuda.stream(capture_stream(runner.device)):  # whose blocks are reused on it alone
+        junk = [torch.full((WIDTH,), 1e9, device="cuda") for _ in range(200)]  # lands where the metadata was
+    torch.cuda.synchronize()
+    report = verify(runner)
+    assert any("replay differs from eager" in failure for failure in report.failures)
+    del junk
+
+
+@pytest.fixture
+def nccl() -> Iterator[Any]:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://localhost:{port}", rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_collective_inside_a_step_is_captured_and_verified(nccl: Any) -> None:
+    def step(x: Tensor, slots: Tensor) -> Tensor:
+        out = x * 2
+        dist.all_reduce(out)
+        return out
+
+    runner = captured(step, example_inputs=example(8, "cuda"), process_group=nccl)
+    inputs = example(5, "cuda")
+    assert torch.equal(runner(**inputs), inputs["x"] * 2)
+    runner.close()  # before the communicator that its graphs use
+
+
+def test_memory_budget_drops_sizes_and_is_kept() -> None:
+    def step(x: Tensor, slots: Tensor) -> Tensor:
+        for _ in range(200):
+            x = x + 1
+        return x
+
+    sizes = (1, 2, 4, 8, 16, 32)
+    whole = runner_of(step, sizes, example_inputs=example(32, "cuda")).capture(verify=False)
+    largest = whole.buckets[0].memory
+    budget = largest.pool + 2 * largest.graph
+    report = runner_of(step, sizes, example_inputs=example(32, "cuda"), memory_budget=budget).capture(verify=False)
+    measured = report.buckets[0].memory
+    assert report.buckets[0].batch_size == 32
+    assert measured.pool + measured.graph * len(report.buckets) <= budget or not measured.graph
+    assert sorted([*report.dropped, *(bucket.batch_size for bucket in report.buckets)]) == list(sizes)
+
+
+def test_capture_under_a_seal_is_refused_and_leaves_the_stream_as_it_was() -> None:
+    stream = torch.cuda.current_stream()
+    with no_compile() as seal:
+        with pytest.raises(CompileForbiddenError, match="capture of CUDA graph"):
+            captured(ToyStep("cuda"))
+        with pytest.raises(CompileForbiddenError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            pass
+    assert [event.kind for event in seal.events] == ["capture", "capture"]
+    assert torch.cuda.current_stream() == stream
+    assert captured(ToyStep("cuda"))(**example(3, "cuda")).isfinite().all()
+
+
+def test_replays_of_any_batch_size_compile_nothing() -> None:
+    runner = captured(ToyStep("cuda"))
+    with no_compile() as seal:
+        for batch_size in range(1, 9):
+            runner(**example(batch_size, "cuda"))
+    assert not seal.events
 
 
 def test_input_on_the_wrong_device_is_refused() -> None:

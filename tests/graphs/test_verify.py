@@ -6,14 +6,14 @@ frozen on the CPU too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from broken_steps import BROKEN, GivesNaN, PadsWriteSlotZero, poison_unused
 from recorded_graph import RecordedGraph
 from torch import Tensor
-from toy_step import SLOTS, WIDTH, ToyStep, example, runner_of, write_rows
+from toy_step import SLOTS, WIDTH, ToyStep, example, make_inputs, runner_of, write_rows
 
 from capture import CaptureError, VerificationError, verify
 from capture.tolerance import distance, same_bits
@@ -24,195 +24,19 @@ def _recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("capture.runner.EagerGraph", RecordedGraph)
 
 
-def make_inputs(batch_size: int, generator: torch.Generator) -> dict[str, Tensor]:
-    return {
-        "x": torch.randn(batch_size, WIDTH, generator=generator),
-        "slots": torch.randperm(SLOTS, generator=generator)[:batch_size],
-    }
-
-
-class FreezesHostValue(ToyStep):
-    """Reads a Python number that changes from step to step."""
-
-    length = 0
-
-    def inputs(self, batch_size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        self.length += 1
-        return make_inputs(batch_size, generator)
-
-    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        return super().__call__(x, slots) * self.length
-
-
-class RebindsMetadata(ToyStep):
-    """Its metadata is a new tensor for each step instead of one that is written in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.ones(1)
-
-    def inputs(self, batch_size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        self.scale = torch.rand(1, generator=generator)
-        return make_inputs(batch_size, generator)
-
-    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        return super().__call__(x, slots) * self.scale
-
-
-class CachesMetadataByShape(ToyStep):
-    """Computes metadata from the first inputs of a batch size and keeps it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offsets: dict[int, Tensor] = {}
-
-    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        offset = self.offsets.setdefault(len(x), slots.clone())
-        return super().__call__(x, slots) + offset[:, None]
-
-
-class PadsWriteSlotZero(ToyStep):
-    def write(self, x: Tensor, slots: Tensor) -> None:
-        super().write(x, slots.clamp_min(0))
-
-
-class WritesToItsInput(ToyStep):
-    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        super().__call__(x, slots)
-        return x.mul_(2)
-
-
-class ForgetsTheLastRow(ToyStep):
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = torch.zeros(8, WIDTH)
-
-    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        out = self.out[: len(x)]
-        out[: max(1, len(x) - 1)].copy_(super().__call__(x, slots)[: max(1, len(x) - 1)])
-        return out
-
-
-class ScratchOfASmallerMaximum(ToyStep):
-    """Scratch for 4 requests: the rows of requests 4..7 fall on those of 0..3."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scratch = torch.zeros(4, WIDTH)
-
-    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        out = super().__call__(x, slots)
-        for start in range(0, len(out), 4):
-            part = out[start : start + 4]
-            self.scratch[: len(part)].copy_(part)
-        return self.scratch.repeat(2, 1)[: len(x)]
-
-
-class MixesRows(ToyStep):
-    """Quantizes by the maximum over the batch, pads included."""
-
-    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        return super().__call__(x, slots) / x.abs().max()
-
-
-class WritesWrongSlot(ToyStep):
-    """Finds its slot from the end of the batch, where the pads are."""
-
-    def write(self, x: Tensor, slots: Tensor) -> None:
-        super().write(x, torch.where(slots >= 0, (slots + len(slots)) % SLOTS, slots))
-
-
-class WritesWrongValue(ToyStep):
-    """Leaves in the cache what depends on the number of rows; its result is right."""
-
-    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        out = super().__call__(x, slots)
-        super().write(x * len(x), slots)
-        return out
-
-
-class WritesOnlyTheFirstTime(ToyStep):
-    """A Python flag decides at capture that nothing is left to write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = 0
-
-    def inputs(self, batch_size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        self.written = 0
-        return make_inputs(batch_size, generator)
-
-    def write(self, x: Tensor, slots: Tensor) -> None:
-        if self.written < 2 * 3:
-            self.written += 1
-            super().write(x, slots)
-
-    def read(self, x: Tensor, slots: Tensor) -> Tensor:
-        return x + 1
-
-
-class Accumulates(ToyStep):
-    """Adds to scratch that nobody clears."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums = torch.zeros(8, WIDTH)
-
-    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        return self.sums[: len(x)].add_(super().__call__(x, slots)).clone()
-
-
-class IsRandom(ToyStep):
-    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        return super().__call__(x, slots) + 1e-6 * torch.rand_like(x)
-
-
-class GivesNaN(ToyStep):
-    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        out = super().__call__(x, slots)
-        return torch.where(torch.arange(len(x))[:, None] == len(x) - 1, torch.nan, out)
-
-
-class ReadsUnusedSlots(ToyStep):
-    """Sums over the whole cache with weight 0 on what is not its own."""
-
-    def read(self, x: Tensor, slots: Tensor) -> Tensor:
-        weights = (torch.arange(SLOTS) == slots[:, None]).float()
-        return weights @ self.cache + x
-
-    def poison(self, inputs: Mapping[str, Tensor]) -> None:
-        unused = torch.ones(SLOTS, dtype=torch.bool)
-        unused[inputs["slots"]] = False
-        self.cache[unused] = torch.nan
-
-
-BROKEN = {
-    FreezesHostValue: "replay differs from eager at the same shape",
-    RebindsMetadata: "replay differs from eager at the same shape",
-    CachesMetadataByShape: "differs from eager",
-    PadsWriteSlotZero: r"state 'cache' differs .* first, \(0, 0\), was changed by the replay only",
-    WritesToItsInput: "the step wrote to its input 'x'",
-    ForgetsTheLastRow: "replay differs from eager on the live rows",
-    ScratchOfASmallerMaximum: r"bucket 8, 1 live: replay differs from eager on the live rows: output row 0",
-    MixesRows: "eager with pad rows differs from eager without",
-    WritesWrongSlot: r"state 'cache' differs in \d+ elements",
-    WritesWrongValue: "state 'cache' was written with other values",
-    WritesOnlyTheFirstTime: "changed by eager only",
-    Accumulates: "a second replay of the same inputs differs: output row 0",
-    IsRandom: "a second replay of the same inputs differs",
-    GivesNaN: r"output row \d: NaN",
-    ReadsUnusedSlots: "NaN",
-}
-
-
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
-def test_broken_step_is_found(kind: Any) -> None:
-    step = kind()
-    runner = runner_of(
-        step, make_inputs=getattr(step, "inputs", make_inputs), poison_state=getattr(step, "poison", None)
-    )
-    with pytest.raises(VerificationError, match=BROKEN[kind]) as caught:
-        runner.capture()
+def test_broken_step_is_found(kind: Any, device: str) -> None:
+    with torch.device(device):
+        step = kind()
+        runner = runner_of(
+            step,
+            state=getattr(step, "state", None),
+            make_inputs=getattr(step, "inputs", make_inputs),
+            poison_state=getattr(step, "poison", None),
+        )
+        with pytest.raises(VerificationError, match=BROKEN[kind]) as caught:
+            runner.capture()
     assert not caught.value.report.ok
     assert runner.captured == ()
 
@@ -231,7 +55,7 @@ def test_correct_step_passes_with_every_unused_slot_poisoned() -> None:
     step = ToyStep()
     runner = runner_of(step, make_inputs=make_inputs)
     runner.capture(verify=False)
-    assert verify(runner, trials=6, poison_state=lambda inputs: ReadsUnusedSlots.poison(step, inputs)).ok
+    assert verify(runner, trials=6, poison_state=lambda inputs: poison_unused(step.cache, inputs["slots"])).ok
 
 
 def test_correct_step_with_an_fp8_cache_and_a_counter_passes() -> None:
@@ -288,7 +112,11 @@ def test_another_bucket_is_replayed_before_the_second_replay() -> None:
         inner = graph.replay
         graph.replay = lambda size=size, inner=inner: (replayed.append(size), inner())
     small, large = verify(runner).buckets
-    assert replayed == [4, 8, 4] * len(small.fillings) + [8, 4, 8] * len(large.fillings)
+    wanted = []
+    for size, other, bucket in ((4, 8, small), (8, 4, large)):
+        for filling in bucket.fillings:
+            wanted += [size, other, size] if filling == size else [size, size, other, size]  # with pads: once more
+    assert replayed == wanted
 
 
 def test_same_seed_repeats_the_trials() -> None:

@@ -20,7 +20,7 @@ class ToyStep:
     ``step(x [B, WIDTH], slots [B])``: a slot of -1 writes nothing and gives a zero row.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> None:
         self.cache = torch.zeros(SLOTS, WIDTH, dtype=dtype, device=device)
         self.weight = torch.randn(WIDTH, WIDTH, device=device).to(dtype) / WIDTH**0.5
 
@@ -45,7 +45,7 @@ def write_rows(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 
 def example(
-    batch_size: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     return {
         "x": torch.randn(batch_size, WIDTH, device=device).to(dtype),
@@ -64,7 +64,7 @@ def runner_of(
     cache = getattr(step, "cache", None)
     if state is None and cache is not None:
         state = {"cache": cache}
-    device = cache.device if cache is not None else "cpu"
+    device = cache.device if cache is not None else None
     dtype = cache.dtype if cache is not None else torch.float32
     settings: dict[str, Any] = {
         "example_inputs": example(max(batch_sizes), device, dtype),
@@ -72,3 +72,10 @@ def runner_of(
         "pad_values": {"slots": -1},
     }
     return GraphRunner(step, batch_sizes=batch_sizes, state=state, **(settings | options))
+
+
+def make_inputs(batch_size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "x": torch.randn(batch_size, WIDTH, generator=generator),
+        "slots": torch.randperm(SLOTS, generator=generator)[:batch_size],
+    }

@@ -208,8 +208,12 @@ class CacheStore:
         changed = [path for path, status in self._scan() if adopt and self._is_new(path, status, manifest)]
         records = {path: record for path in changed if (record := self._measure(path))}
         manifest.files.update(records)
-        before = manifest.units.get(key)
-        files = tuple(sorted({*records, *(before.files if before else ())}))
+        before = manifest.units.pop(key, None)
+        kept = {path for path in (before.files if before else ()) if (self.directory / path).exists()}
+        shared = {path for unit in manifest.units.values() for path in unit.files}
+        for path in set(before.files if before else ()) - kept - shared:
+            del manifest.files[path]  # its program removed it
+        files = tuple(sorted({*records, *kept}))
         size = sum(manifest.files[path].size for path in files)
         manifest.units[key] = UnitRecord(kind, round(seconds, 6), size, files)
         self._write(manifest)
@@ -238,6 +242,11 @@ class CacheStore:
         self._write(ours)
         self._relocate(self.check().moved)
         return taken
+
+    @property
+    def place(self) -> Path:
+        """Where programs find the files: the directory, or its overlay."""
+        return self._place
 
     def environment(self) -> dict[str, str]:
         """The variables that point torch, Triton and AITER at this directory, or at its overlay."""

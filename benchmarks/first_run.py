@@ -42,6 +42,7 @@ def main() -> None:
         print(json.dumps(_child(arguments)))
         return
     with tempfile.TemporaryDirectory() as caches:
+        _run("floor", Path(caches) / "floor")  # reads the packages from the disk, so that no row pays for that
         rows = {way: _run(way, Path(caches) / way.split()[0]) for way in arguments.ways.split(",")}
     if arguments.json:
         print(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=2))
@@ -100,7 +101,6 @@ def _child(arguments: argparse.Namespace) -> dict[str, Any]:
     result["weights"] = _since_start()
     if way == "floor":
         return {**result, "seconds": result["weights"]}
-    step.run_blocks = list(step.blocks)
     graphs = _compile_and_capture(step, options)
     result["seconds"] = _since_start()
     result["replay_us"] = _replay_times(options, lambda size: graphs[size]())
@@ -108,24 +108,34 @@ def _child(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _compile_and_capture(step: Any, options: Any) -> dict[int, Callable[[], Any]]:
-    """What a user without this package writes: one dynamic compile, then a graph per size."""
+    """What a user without this package writes: the whole stack compiled with a dynamic batch, a graph per size."""
     import torch
 
-    compiled = torch.compile(lambda **inputs: step(**inputs), fullgraph=True, dynamic=True)
+    def layers(hidden_states: torch.Tensor, metadata: Any, caches: list[torch.Tensor]) -> torch.Tensor:
+        for block, kv_cache in zip(step.blocks, caches, strict=True):
+            hidden_states = block(hidden_states, metadata.positions, kv_cache, metadata)
+        return hidden_states
+
+    compiled = torch.compile(layers, fullgraph=True, dynamic=True)
+
+    def run(hidden_states: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+        step.plan.update(block_table, seq_lens)
+        return compiled(hidden_states, step.plan.at(seq_lens.shape[0]), step.cache.layers)
+
     generator = torch.Generator(options.device).manual_seed(0)
     graphs: dict[int, Callable[[], Any]] = {}
     pool = torch.cuda.graph_pool_handle() if options.device.startswith("cuda") else None
     for size in sorted(options.batch_sizes, reverse=True):
         inputs = step.inputs(size, generator)
         with torch.no_grad():
-            compiled(**inputs)
+            run(**inputs)
             if pool is None:
-                graphs[size] = partial(compiled, **inputs)
+                graphs[size] = partial(run, **inputs)
                 continue
             _synchronize(options.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                compiled(**inputs)
+                run(**inputs)
             graphs[size] = graph.replay
     _synchronize(options.device)
     return graphs

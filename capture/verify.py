@@ -263,8 +263,9 @@ class _Trials:
     def _compare_state(self, name: str, before: Tensor, wanted: Tensor, wanted_changes: Tensor, where: str) -> None:
         tensor = self.runner.state[name]
         changes = changed_bits(tensor, before)
-        # One may hit the old value by chance, common in fp8, and the other miss it by a rounding step.
-        differing = ((changes != wanted_changes) & ~within_rounding(tensor, wanted)).nonzero()
+        # One may hit the old value by chance, common in 16 bits and fewer, and the other miss it by its rounding.
+        by_chance = within_rounding(tensor, wanted, changes | wanted_changes)
+        differing = ((changes != wanted_changes) & ~by_chance).nonzero()
         if len(differing):
             first = int(differing[0])
             by = "the replay only" if changes[first] else "eager only"

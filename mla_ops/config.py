@@ -161,10 +161,18 @@ _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_al
 
 
 class _FrozenDict(dict[str, Any]):
-    """A dict that hashes by content, so that a config can be a key."""
+    """A dict that hashes by content and does not change, so that a config can be a key."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copies and pickles are made whole, not item by item
+        return _FrozenDict, (dict(self),)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("MLAConfig.rope_scaling does not change; make another config with dataclasses.replace")
+
+    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
 
 
 def _checked_rope_scaling(scaling: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,6 +11,8 @@ A caller's mistake in an argument is a plain ``ValueError`` or ``TypeError``.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = ["BackendUnavailableError", "InferenceOnlyError", "MLAError", "OutOfPagesError", "PlanError"]
 
 
@@ -24,12 +26,17 @@ class BackendUnavailableError(MLAError):
     Attributes:
         backend: the backend that was asked for.
         reason: why it cannot serve.
+        remedy: what would work.
     """
 
     def __init__(self, backend: str, reason: str, remedy: str) -> None:
         self.backend = backend
         self.reason = reason
+        self.remedy = remedy
         super().__init__(f'backend="{backend}" cannot serve this request: {reason}; {remedy}')
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a worker process hands it to its parent
+        return type(self), (self.backend, self.reason, self.remedy)
 
 
 class InferenceOnlyError(MLAError, RuntimeError):
@@ -51,6 +58,9 @@ class OutOfPagesError(MLAError):
             f"the request needs {needed} more pages and {free} are free; "
             "free finished sequences or make the cache with more pages"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.needed, self.free)
 
 
 class PlanError(MLAError):

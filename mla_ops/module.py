@@ -93,6 +93,8 @@ class DeepseekMLA(nn.Module):
         """
         if free_kv_b_proj and self.kv_b_proj is not None:
             self.register_buffer("kv_b_weight", self._kv_b_weight().detach(), persistent=False)
+            # A submodule that is only set to None still takes its name in a state dict, and drops the weight
+            del self.kv_b_proj
             self.kv_b_proj = None
         return self.W_UK, self.W_UV
 
@@ -296,8 +298,7 @@ def compile_layers(
     """
     if not layers or any(_shapes(layer) != _shapes(layers[0]) for layer in layers):
         raise ValueError("layers must be one or more of one kind and shape; compile each kind of layer apart")
-    # The function is traced over a layer without data: it can't keep one layer's weights alive, or use them.
-    skeleton = _MethodOf(copy.deepcopy(layers[0]).to("meta"), method)
+    skeleton = _MethodOf(_without_data(layers[0]), method)
 
     def call(tensors: dict[str, Tensor], *args: Any) -> Tensor:
         result: Tensor = functional_call(skeleton, tensors, args)
@@ -316,6 +317,13 @@ def compile_layers(
         return compiled(tensors, hidden_states, positions, kv_cache, plan)
 
     return [partial(run, _MethodOf(layer, method).slots()) for layer in layers]
+
+
+def _without_data(layer: nn.Module) -> nn.Module:
+    """A copy on the meta device, to trace over: it can't keep one layer's weights alive, or use them."""
+    memo: dict[int, Any] = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in layer.parameters()}
+    memo.update((id(x), x.to("meta")) for x in layer.buffers())
+    return copy.deepcopy(layer, memo)
 
 
 def _shapes(layer: nn.Module) -> tuple[object, ...]:

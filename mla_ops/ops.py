@@ -59,7 +59,7 @@ SCHEMAS = {
 
 _LIBRARY = torch.library.Library("mla_ops", "DEF")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_BACKEND_MODULES = {"reference": "mla_ops.backends.reference"}
+_BACKEND_MODULES = {"reference": "mla_ops.backends.reference", "triton": "mla_ops.backends.triton"}
 _KERNELS: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
@@ -161,8 +161,10 @@ def _mla_decode_fake(
 
 def _mla_decode_out(*args: Any, out: Tensor, lse: Tensor, **kwargs: Any) -> None:
     q, rank = args[0], args[13] if len(args) > 13 else kwargs.get("kv_lora_rank")
+    # The buffers are checked against q, so q first; with both before the launch
+    validation.check_mla_decode(*args[:6], *args[7:9], *(*args[10:12], None, None)[:2])
     validation.check_mla_decode_out(q, out, lse, infer_kv_lora_rank(q.shape[2], rank))
-    result = _mla_decode(*args, **kwargs)
+    result = _mla_decode(*args, **kwargs)  # whole before out is written, which may be q: see _apart
     out.copy_(result[0])
     lse.copy_(result[1])
 
@@ -228,7 +230,17 @@ def _write_latent_cache(
     validation.check_write_latent_cache(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
     kernel = backend_kernel("write_latent_cache", backend)
     if slot_mapping.numel() and kv_cache.numel():
-        kernel(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
+        kernel(_apart(kv_c, kv_cache), _apart(k_pe, kv_cache), kv_cache, slot_mapping, kv_scale)
+
+
+def _apart(x: Tensor, written: Tensor) -> Tensor:
+    """x, or a copy of it where it shares memory with what the op writes.
+
+    Inductor turns ``op(x, x.clone())`` into ``op(x, x)`` where x is not needed afterwards (pytorch#198031). A kernel
+    that writes one row while another is still to be read would then be wrong; read as a whole before, it is not.
+    """
+    shared = x.untyped_storage().data_ptr() == written.untyped_storage().data_ptr()
+    return x.clone() if shared else x
 
 
 def _write_latent_cache_fake(

@@ -40,7 +40,7 @@ class PaddingRule:
     slot: int
 
 
-PADDING_RULES = {"reference": PaddingRule(kv_len=0, page=0, slot=-1)}
+PADDING_RULES = dict.fromkeys(("reference", "triton"), PaddingRule(kv_len=0, page=0, slot=-1))
 """Padding rule by backend. Output rows of a padded request are 0 under each of them."""
 
 

@@ -4,9 +4,8 @@ Gradients: the reference backend is differentiable, by running the reference aga
 every other backend, and every op that writes in place, refuses with :class:`InferenceOnlyError` as soon as an input
 requires a gradient. Nothing gives a silently wrong one.
 
-vmap: a batch of calls becomes one call with more tokens and more requests. A call's unused rows and index tails
-(rows after ``qo_indptr[-1]``, entries after ``kv_indptr[-1]``) become a request of their own between two calls,
-whose result is dropped.
+vmap: a batch of calls becomes one call with more tokens and more requests. A call's unused rows (those after
+``qo_indptr[-1]``) become a request of their own between two calls, whose result is that of a row of no request.
 """
 
 from __future__ import annotations
@@ -158,18 +157,29 @@ class _Fold:
 
     def last_page_lens(self, x: Tensor, dim: int | None) -> Tensor:
         """[calls * (B + 1)]"""
-        return torch.nn.functional.pad(self.batched(x, dim), (0, 1), value=1).flatten()
+        return torch.nn.functional.pad(self.batched(x, dim), (0, 1)).flatten()
 
-    def pages(self, cache: Tensor, cache_dim: int | None, indices: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
-        """The folded cache, and indices into it; ``indices`` and ``indptr`` are [calls, ...]."""
-        # A tail may hold anything: it must stay inside the cache, for it is read before it is dropped.
-        entry = torch.arange(indices.shape[1], device=indices.device)
-        indices = indices.where(entry < indptr[:, -1:], 0)
-        if cache_dim is None:
-            return cache, indices.flatten()
-        return self.rows(cache, cache_dim), (
-            indices + self.offsets(cache.movedim(cache_dim, 0).shape[1], indices)
-        ).flatten()
+    def pages(
+        self, cache: Tensor, cache_dim: int | None, indices: Tensor, indptr: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The folded cache, indptr and indices into it; ``indices`` and ``indptr`` are [calls, ...].
+
+        The calls' index tails go behind the last call's pages: the request between two calls has no keys, so that
+        what is in a page of no request can reach no result and no gradient.
+        """
+        ends = indptr[:, -1].cumsum(0)
+        starts = ends - indptr[:, -1]
+        entry = torch.arange(indices.numel(), device=indices.device)
+        call = torch.searchsorted(ends, entry, right=True).clamp(max=self.calls - 1)
+        pages = indices[call, (entry - starts[call]).clamp(0, indices.shape[1] - 1)]
+        if cache_dim is not None:
+            pages = pages + call * cache.movedim(cache_dim, 0).shape[1]
+        folded = torch.cat([(indptr + starts[:, None]).flatten(), ends[-1:]])
+        return (
+            cache if cache_dim is None else self.rows(cache, cache_dim),
+            folded.to(indptr.dtype),
+            pages.where(entry < ends[-1], 0).to(indices.dtype),
+        )
 
     def used_rows(self, indptr: Tensor, dim: int | None, step: int) -> Tensor:
         """[calls * step] whether a row belongs to a request of its call."""
@@ -184,10 +194,6 @@ class _Fold:
                 )
 
 
-def _drop_unused(out: Tensor, lse: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-    return out.where(used[:, None, None], 0.0), lse.where(used[:, None], -torch.inf)
-
-
 def _decode_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     q, kv_cache, qo_indptr, kv_indptr, kv_indices, last_page_lens = args[:6]
     q_dim, cache_dim, qo_dim, indptr_dim, indices_dim, last_dim, state_dims = in_dims[:7]
@@ -196,20 +202,18 @@ def _decode_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     backend = args[12] if len(args) > 12 else "reference"
     if any(dim is not None for dim in state_dims) or (args[6] and backend != "reference"):
         raise InferenceOnlyError("vmap of mla_decode needs an empty backend_state; loop over the calls")
-    tokens, entries = fold.batched(q, q_dim).shape[1], fold.batched(kv_indices, indices_dim).shape[1]
-    cache, indices = fold.pages(
+    cache, indptr, indices = fold.pages(
         kv_cache, cache_dim, fold.batched(kv_indices, indices_dim), fold.batched(kv_indptr, indptr_dim)
     )
     out, lse = _ops.mla_decode(
         fold.rows(q, q_dim),
         cache,
-        fold.indptr(qo_indptr, qo_dim, tokens),
-        fold.indptr(kv_indptr, indptr_dim, entries),
+        fold.indptr(qo_indptr, qo_dim, fold.batched(q, q_dim).shape[1]),
+        indptr,
         indices,
         fold.last_page_lens(last_page_lens, last_dim),
         *args[6:],
     )
-    out, lse = _drop_unused(out, lse, fold.used_rows(qo_indptr, qo_dim, tokens))
     return (fold.unfold(out), fold.unfold(lse)), (0, 0)
 
 
@@ -217,15 +221,18 @@ def _prefill_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     q, k, v, cu_q, cu_k = args[:5]
     fold = _Fold("mla_prefill", info.batch_size)
     tokens, keys = fold.batched(q, in_dims[0]).shape[1], fold.batched(k, in_dims[1]).shape[1]
+    used = fold.used_rows(cu_q, in_dims[3], tokens)[:, None]
+    used_keys = fold.used_rows(cu_k, in_dims[4], keys)[:, None, None]
     out, lse = _ops.mla_prefill(
-        fold.rows(q, in_dims[0]),
-        fold.rows(k, in_dims[1]),
-        fold.rows(v, in_dims[2]),
+        # Rows of no request attend to one another: zeros, for a NaN would come back as their gradient
+        fold.rows(q, in_dims[0]).where(used[..., None], 0.0),
+        fold.rows(k, in_dims[1]).where(used_keys, 0.0),
+        fold.rows(v, in_dims[2]).where(used_keys, 0.0),
         fold.indptr(cu_q, in_dims[3], tokens),
         fold.indptr(cu_k, in_dims[4], keys),
         *args[5:],
     )
-    out, lse = _drop_unused(out, lse, fold.used_rows(cu_q, in_dims[3], tokens))
+    out, lse = out.where(used[..., None], 0.0), lse.where(used, -torch.inf)
     return (fold.unfold(out), fold.unfold(lse)), (0, 0)
 
 
@@ -239,13 +246,18 @@ def _write_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
             "the calls would write it in no defined order; make one call with all tokens"
         )
     cache = kv_cache.movedim(in_dims[2], 0)
+    if cache.stride(0) != cache.shape[1] * cache.stride(1):
+        raise InferenceOnlyError(
+            f"vmap of write_latent_cache needs each call's pages after another's, got a kv_cache of strides "
+            f"{kv_cache.stride()} batched in dim {in_dims[2]}; batch it in dim 0 of a contiguous tensor"
+        )
     slots = fold.batched(slot_mapping, in_dims[3])
     slots_of_call = cache.shape[1] * cache.shape[2]
     live = (slots >= 0) & (slots < slots_of_call)
     _ops.write_latent_cache(
         fold.rows(kv_c, in_dims[0]),
         fold.rows(k_pe, in_dims[1]),
-        cache.view(-1, *cache.shape[2:]),
+        cache.flatten(0, 1),
         (slots + fold.offsets(slots_of_call, slots)).where(live, -1).flatten(),
         *args[4:],
     )
@@ -256,15 +268,14 @@ def _gather_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     kv_cache, kv_indptr, kv_indices, last_page_lens, cu_seqlens, num_tokens, seq_starts = (*args, None)[:7]
     fold = _Fold("gather_latent_cache", info.batch_size)
     fold.shared(**dict(zip(("kv_scale",), in_dims[7:8], strict=False)))
-    entries = fold.batched(kv_indices, in_dims[2]).shape[1]
-    cache, indices = fold.pages(
+    cache, indptr, indices = fold.pages(
         kv_cache, in_dims[0], fold.batched(kv_indices, in_dims[2]), fold.batched(kv_indptr, in_dims[1])
     )
     if seq_starts is not None:
         seq_starts = torch.nn.functional.pad(fold.batched(seq_starts, in_dims[6]), (0, 1)).flatten()
     out = _ops.gather_latent_cache(
         cache,
-        fold.indptr(kv_indptr, in_dims[1], entries),
+        indptr,
         indices,
         fold.last_page_lens(last_page_lens, in_dims[3]),
         fold.indptr(cu_seqlens, in_dims[4], num_tokens),
@@ -272,7 +283,7 @@ def _gather_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
         seq_starts,
         *args[7:],
     )
-    return fold.unfold(out.where(fold.used_rows(cu_seqlens, in_dims[4], num_tokens)[:, None], 0.0)), 0
+    return fold.unfold(out), 0
 
 
 def _merge_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:

@@ -151,7 +151,7 @@ class DecodeStep:
             self.run_blocks[0](hidden_states, metadata.positions, self.cache.layers[0], metadata)
 
     def _random_block(self, device: torch.device, dtype: torch.dtype) -> MLABlock:
-        block = MLABlock(self.config, device="meta", dtype=dtype).to_empty(device=device)
+        block = MLABlock(self.config, device=device, dtype=dtype)
         for name, parameter in block.named_parameters():
             if name.endswith("norm.weight"):
                 nn.init.ones_(parameter)

@@ -1,11 +1,17 @@
-"""Shared fixtures: a fresh seed for each test, printed when the test fails, and the gate for GPU tests."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 
 import gc
+import os
+import random
 
 import pytest
 import torch
+
+SEED_VARIABLE = "MLA_TEST_SEED"
+
+torch.set_num_threads(2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -13,16 +19,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="needs a CUDA or HIP device")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)
 def seed() -> int:
-    """Seeds torch afresh for each test; pytest shows the printed line of a failed one."""
-    value = torch.seed() % 2**31
+    """A fresh seed for each test, printed when it fails; set MLA_TEST_SEED to run with that one again."""
+    value = int(os.environ.get(SEED_VARIABLE) or int.from_bytes(os.urandom(4), "little"))
+    print(f"{SEED_VARIABLE}={value}")
+    random.seed(value)
     torch.manual_seed(value)
-    print(f"seed {value}")
     return value
 
 

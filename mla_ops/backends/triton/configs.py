@@ -1,0 +1,118 @@
+"""Launch configurations as data: chosen by measurement (``benchmarks/tune.py``), never tuned at run time.
+
+A row that names an architecture was measured on it or, for AMD, compiled for it without spills and within its LDS;
+the rows of ``"*"`` are safe anywhere: small tiles that fit 64 KiB of shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+__all__ = ["DECODE", "PREFILL", "DecodeConfig", "PrefillConfig", "decode_config", "prefill_config"]
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How ``mla_decode`` runs.
+
+    Attributes:
+        block_m: rows (query, head) of a tile.
+        block_n: keys of a block.
+        num_warps: warps of a program.
+        num_stages: software pipeline depth.
+        programs_per_unit: programs for each multiprocessor or compute unit, over all tiles.
+        kernel: ``"portable"``, ``"hopper"`` for 64-row tiles, ``"hopper_narrow"`` for 16- to 64-row ones.
+        extra: further compile options of the target.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_unit: int = 1
+    kernel: str = "portable"
+    extra: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """How ``mla_prefill`` runs.
+
+    Attributes:
+        block_m: query rows of a block.
+        block_n: keys of a block.
+        num_warps: warps of a program.
+        num_stages: software pipeline depth.
+        descriptors: load through Hopper's copy engine where strides allow.
+        extra: further compile options of the target.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    descriptors: bool = False
+    extra: tuple[tuple[str, int], ...] = ()
+
+
+_GFX942 = (("waves_per_eu", 1), ("matrix_instr_nonkdim", 16), ("kpack", 2))
+_GFX950 = (("waves_per_eu", 1), ("matrix_instr_nonkdim", 16))
+
+# (arch, rows of a tile, kind of operand) -> config. Kinds: "half" is fp16 or bf16 in a cache of the same type,
+# "fp8" the same over an fp8 cache, "float" fp32.
+DECODE: Mapping[tuple[str, int, str], DecodeConfig] = MappingProxyType(
+    {
+        ("sm_90", 16, "half"): DecodeConfig(16, 64, 4, 1, kernel="hopper_narrow"),
+        ("sm_90", 32, "half"): DecodeConfig(32, 64, 8, 1, kernel="hopper_narrow"),
+        ("sm_90", 64, "half"): DecodeConfig(64, 64, 8, 1, kernel="hopper"),
+        ("sm_90", 16, "fp8"): DecodeConfig(16, 32, 4, 3, 2),
+        ("sm_90", 32, "fp8"): DecodeConfig(32, 64, 8, 3),
+        ("sm_90", 64, "fp8"): DecodeConfig(64, 64, 8, 2),
+        ("gfx942", 16, "half"): DecodeConfig(16, 32, 4, 1, 2, extra=_GFX942),
+        ("gfx942", 32, "half"): DecodeConfig(32, 32, 4, 1, extra=_GFX942),
+        ("gfx942", 16, "fp8"): DecodeConfig(16, 32, 4, 1, 2, extra=_GFX942),
+        ("gfx950", 16, "half"): DecodeConfig(16, 32, 4, 1, 2, extra=_GFX950),
+        ("gfx950", 32, "half"): DecodeConfig(32, 32, 4, 1, extra=_GFX950),
+        ("gfx950", 16, "fp8"): DecodeConfig(16, 32, 4, 1, 2, extra=_GFX950),
+        ("*", 16, "half"): DecodeConfig(16, 32, 4, 1, 2),
+        ("*", 16, "fp8"): DecodeConfig(16, 32, 4, 1, 2),
+        ("*", 16, "float"): DecodeConfig(16, 16, 4, 1, 2),
+    }
+)
+
+PREFILL: Mapping[tuple[str, str], PrefillConfig] = MappingProxyType(
+    {
+        ("sm_90", "half"): PrefillConfig(128, 64, 8, 4, descriptors=True),
+        ("gfx942", "half"): PrefillConfig(128, 64, 4, 1, extra=_GFX942),
+        ("gfx950", "half"): PrefillConfig(128, 64, 4, 1, extra=_GFX950),
+        ("*", "half"): PrefillConfig(64, 32, 4, 1),
+        ("*", "float"): PrefillConfig(32, 16, 4, 1),
+    }
+)
+
+
+def _kind(dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    if dtype == torch.float32:
+        return "float"
+    return "half" if kv_dtype in (torch.float16, torch.bfloat16) else "fp8"
+
+
+def decode_config(arch: str, rows: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> DecodeConfig:
+    """The row for ``rows`` = H x query_len rows of a request: the smallest tile that holds them, else the largest."""
+    kind = _kind(dtype, kv_dtype)
+    for name in (arch, "*"):
+        tiles = sorted(tile for row_arch, tile, row_kind in DECODE if (row_arch, row_kind) == (name, kind))
+        if tiles:
+            tile = next((tile for tile in tiles if tile >= rows), tiles[-1])
+            return DECODE[name, tile, kind]
+    raise AssertionError(f"no default row for {kind}")
+
+
+def prefill_config(arch: str, dtype: torch.dtype) -> PrefillConfig:
+    """The row for an architecture and dtype, or the safe one."""
+    kind = _kind(dtype, dtype)
+    return PREFILL.get((arch, kind)) or PREFILL["*", kind]

@@ -1,0 +1,91 @@
+"""What one kernel launch consists of, and what the launchers must know of a device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from mla_ops.errors import BackendUnavailableError
+
+__all__ = ["Launch", "arch_of", "compute_units", "is_power_of_two", "refuse"]
+
+# Programs that share the work where there is no device to count: enough to split requests, few enough to interpret.
+_INTERPRETED_UNITS = 6
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with everything that its compilation and its run need.
+
+    The launchers build these and run them; :func:`mla_ops.backends.triton.variants` builds them over meta tensors
+    and compiles them, so what is warmed is by construction what is launched.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return str(self.kernel.__name__)
+
+    def run(self) -> None:
+        """Launch on the current stream."""
+        self.kernel[self.grid](**self.args, **self.options)
+
+    def compile(self) -> Any:
+        """Compile for the active driver's target without running; the compiled kernel."""
+        return self.kernel.warmup(**self.args, grid=self.grid, **self.options)
+
+
+@functools.cache
+def _arch(device: torch.device) -> str:
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+@functools.cache
+def _compute_units(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def arch_of(tensor: Tensor) -> str:
+    """``"sm_90"``, ``"gfx942"`` ...; ``"cpu"`` under Triton's interpreter.
+
+    Raises:
+        BackendUnavailableError: the tensor is on a device for which Triton makes no code here.
+    """
+    if tensor.is_cuda:
+        return _arch(tensor.device)
+    if tensor.device.type == "cpu" and triton.knobs.runtime.interpret:
+        return "cpu"
+    raise BackendUnavailableError(
+        "triton",
+        f"its kernels cannot run on {tensor.device}",
+        'use backend="reference" there, or set TRITON_INTERPRET=1 before the import to debug the kernels on a CPU',
+    )
+
+
+def compute_units(tensor: Tensor) -> int:
+    """Streaming multiprocessors or compute units of the tensor's device."""
+    return _compute_units(tensor.device) if tensor.is_cuda else _INTERPRETED_UNITS
+
+
+def is_power_of_two(value: int, least: int) -> bool:
+    """Whether ``value`` is a power of two and at least ``least``."""
+    return value >= least and not value & (value - 1)
+
+
+def refuse(reason: str) -> BackendUnavailableError:
+    """The error for what these kernels are not made for and the reference is."""
+    return BackendUnavailableError("triton", reason, 'use backend="reference"')

@@ -1,0 +1,93 @@
+"""The bounded set of kernels that a model needs: what a warm-up compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from mla_ops.backends.triton.cache import gather_launch, write_launch
+from mla_ops.backends.triton.configs import decode_config, prefill_config
+from mla_ops.backends.triton.decode import decode_launches
+from mla_ops.backends.triton.launch import Launch
+from mla_ops.backends.triton.merge import merge_launch
+from mla_ops.backends.triton.prefill import prefill_launch
+from mla_ops.config import MLAConfig
+from mla_ops.validation import FLOAT8_DTYPES
+
+__all__ = ["variants"]
+
+
+def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def variants(
+    config: MLAConfig,
+    *,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    page_sizes: Iterable[int] = (64,),
+    query_len: int = 1,
+    arch: str,
+) -> list[Launch]:
+    """Every kernel that serving ``config`` launches, over meta tensors; ``.compile()`` builds one.
+
+    Nothing in them depends on batch size, sequence lengths or number of pages.
+
+    Args:
+        config: the model, with the heads of one rank.
+        dtype: of q and of the outputs.
+        kv_dtype: of the cache; ``dtype`` if None.
+        page_sizes: of the caches.
+        query_len: longest decode query.
+        arch: ``"sm_90"``, ``"gfx942"`` ...: picks the launch configurations. The code is made for the target of
+            Triton's active driver.
+    """
+    kv_dtype = kv_dtype or dtype
+    return [
+        *(
+            launch
+            for page_size in dict.fromkeys(page_sizes)
+            for launch in _paged(config, dtype, kv_dtype, page_size, query_len, arch)
+        ),
+        *_unpaged(config, dtype, arch),
+    ]
+
+
+def _paged(
+    config: MLAConfig, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, query_len: int, arch: str
+) -> list[Launch]:
+    heads, rank = config.num_heads, config.kv_lora_rank
+    cache = _meta(4, page_size, config.latent_dim, dtype=kv_dtype)
+    scale = _meta(1, dtype=torch.float32) if kv_dtype in FLOAT8_DTYPES else None
+    row = decode_config(arch, heads * query_len, dtype, kv_dtype)
+    launches: dict[tuple[object, ...], Launch] = {}
+    for requests, units in ((1, 64), (64, 1)):  # a request in many parts, and in few: two merge kernels
+        index = _meta(requests + 1, dtype=torch.int32)
+        for launch in decode_launches(
+            _meta(requests * query_len, heads, config.latent_dim, dtype=dtype), cache, index, index, index, index[1:],
+            query_len, 0, config.softmax_scale, None, scale,
+            _meta(requests * query_len, heads, rank, dtype=dtype),
+            _meta(requests * query_len, heads, dtype=torch.float32), row, units * -(-heads * query_len // row.block_m),
+        ):  # fmt: skip
+            launches[launch.name, launch.args.get("PARTS")] = launch
+    index, tokens = _meta(2, dtype=torch.int32), _meta(4, config.latent_dim, dtype=dtype)
+    write = write_launch(tokens[:, :rank], tokens[:, rank:], cache, _meta(4, dtype=torch.int64), scale)
+    gathers = [gather_launch(cache, index, index, index[1:], index, starts, scale, tokens) for starts in (None, index)]
+    return [*launches.values(), write, *gathers]
+
+
+def _unpaged(config: MLAConfig, dtype: torch.dtype, arch: str) -> list[Launch]:
+    heads, width = config.num_heads, config.v_head_dim
+    index = _meta(2, dtype=torch.int32)
+    q, lse = _meta(2, heads, config.qk_head_dim, dtype=dtype), _meta(2, heads, dtype=torch.float32)
+    k, v, out = q, _meta(2, heads, width, dtype=dtype), _meta(2, heads, width, dtype=dtype)
+    row = prefill_config(arch, dtype)
+    return [
+        *(
+            prefill_launch(q, k, v, index, index, 2, 2, config.softmax_scale, causal, out, lse, row)
+            for causal in (True, False)
+        ),
+        merge_launch(out, lse, out, lse, out, lse),
+    ]

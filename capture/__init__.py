@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from capture.buffers import BatchDim
     from capture.errors import (
+        BundleError,
         CacheAccessError,
         CacheCorruptError,
         CacheError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         BuildOptions,
         CompiledFunctionUnit,
         GraphCaptureUnit,
+        KernelBuildUnit,
         Unit,
         UnitResult,
         VerifyUnit,
@@ -50,6 +52,7 @@ __all__ = [
     "BatchDim",
     "BucketResult",
     "BuildOptions",
+    "BundleError",
     "CacheAccessError",
     "CacheCorruptError",
     "CacheError",
@@ -66,6 +69,7 @@ __all__ = [
     "GraphCaptureUnit",
     "GraphRunner",
     "InputMismatchError",
+    "KernelBuildUnit",
     "NotCapturedError",
     "PaddingWaste",
     "Unit",
@@ -89,6 +93,7 @@ _MODULE_OF = {
     "BatchDim": "buffers",
     "BucketResult": "verify",
     "BuildOptions": "warmup",
+    "BundleError": "errors",
     "CacheAccessError": "errors",
     "CacheCorruptError": "errors",
     "CacheError": "errors",
@@ -105,6 +110,7 @@ _MODULE_OF = {
     "GraphCaptureUnit": "warmup",
     "GraphRunner": "runner",
     "InputMismatchError": "errors",
+    "KernelBuildUnit": "warmup",
     "NotCapturedError": "errors",
     "PaddingWaste": "buckets",
     "Unit": "warmup",

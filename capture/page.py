@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from capture.report import PHASES, WarmupReport
+from capture.report import PHASES, SpanRow, WarmupReport
 
 __all__ = ["render_page"]
 
 _TICKS = 5
+_ROUNDING = 1e-4
 _ROUND = (1.0, 2.0, 5.0, 10.0)
 
 _STYLE = """
@@ -39,7 +40,7 @@ h1 { font-size: 20px; margin: 0 } h2 { font-size: 16px; margin: 0 0 2px } h3 { f
 .hit { opacity: .55 } .failed, .skipped { outline: 2px solid var(--bad) }
 .axis { position: relative; height: 18px } .axis span { position: absolute; transform: translateX(-50%);
   font-size: 11px; color: var(--faint) }
-table { border-collapse: collapse; width: 100% } th, td { text-align: left; padding: 4px 10px 4px 0;
+table { border-collapse: collapse; min-width: min(760px, 100%) } th, td { text-align: left; padding: 4px 10px 4px 0;
   border-bottom: 1px solid var(--line); vertical-align: top } td.number, th.number { text-align: right;
   font-variant-numeric: tabular-nums } th { font-weight: 600 } .scroll { overflow-x: auto }
 """
@@ -85,8 +86,8 @@ def _column(report: WarmupReport, longest: float, step: float) -> str:
     axis = f'<div class="row"><span></span><div class="axis">{ticks}</div><span></span></div>'
     return (
         f'<section class="card"><h2>{_title(report)}</h2><div class="faint">{escape(device)}</div>'
-        f'<div><span class="big">{report.seconds:.2f} s</span> <span class="faint">{report.compiled} '
-        f'compilations</span></div><div class="chart">{rows}{axis}</div>{"".join(lines)}</section>'
+        f'<div><span class="big">{report.seconds:.2f} s</span> <span class="faint">compilations: '
+        f'{report.compiled}</span></div><div class="chart">{rows}{axis}</div>{"".join(lines)}</section>'
     )
 
 
@@ -95,22 +96,16 @@ def _bars(report: WarmupReport) -> Iterator[_Bar]:
     bars = [
         _Bar("check the cache" if span.name == "kernels" else span.name, span.name, "", span.start, span.seconds, "")
         for span in report.spans
-        if not any(_within(unit.start, span.start, span.seconds) for unit in report.units)
+        if not any(unit.phase == span.name and _within(unit.start, span) for unit in report.units)
     ]
     bars += [
-        _Bar(unit.key, _phase_at(report, unit.start), unit.state, unit.start, unit.seconds, unit.reason)
-        for unit in report.units
+        _Bar(row.key, row.phase or "kernels", row.state, row.start, row.seconds, row.reason) for row in report.units
     ]
     yield from sorted(bars, key=lambda bar: bar.start)
 
 
-def _phase_at(report: WarmupReport, start: float) -> str:
-    spans = [span for span in report.spans if _within(start, span.start, span.seconds)]
-    return min(spans, key=lambda span: span.seconds).name if spans else "kernels"
-
-
-def _within(moment: float, start: float, seconds: float) -> bool:
-    return start - 1e-3 <= moment <= start + seconds + 1e-3
+def _within(moment: float, span: SpanRow) -> bool:
+    return span.start - _ROUNDING <= moment <= span.start + span.seconds + _ROUNDING
 
 
 def _row(bar: _Bar, longest: float, step: float) -> str:

@@ -58,6 +58,7 @@ class UnitRow:
         reason: why it failed, was skipped, or was built although the cache had it; where its files came from, if
             they were only put into place; else "".
         start: seconds since the process began.
+        phase: where its time was counted.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class UnitRow:
     bytes: int
     reason: str = ""
     start: float = 0.0
+    phase: str = ""
 
 
 @dataclass(frozen=True)

@@ -330,7 +330,7 @@ class _Run:
 
     def _row(self, unit: Unit, state: str, begun: float, size: int = 0, reason: str = "") -> UnitRow:
         seconds, start = time.monotonic() - begun, begun - self._origin
-        return UnitRow(unit.kind, unit.key, state, round(seconds, 4), size, reason, round(start, 4))
+        return UnitRow(unit.kind, unit.key, state, round(seconds, 4), size, reason, round(start, 4), unit.phase)
 
     def _set_aside(self, lines: Sequence[str]) -> None:
         self._quarantined += lines

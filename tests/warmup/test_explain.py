@@ -81,8 +81,8 @@ def test_an_entry_that_cannot_be_read_is_said(cache: Path) -> None:
 
 def report(cold: bool, **changes: Any) -> WarmupReport:
     units = (
-        UnitRow("kernel", "decode <kernel> & co", "built" if cold else "hit", 2.0, 10, start=1.5),
-        UnitRow("graph", "graphs", "built", 0.25, 0, start=3.75),
+        UnitRow("kernel", "decode <kernel> & co", "built" if cold else "hit", 2.0, 10, start=1.5, phase="kernels"),
+        UnitRow("graph", "graphs", "built", 0.25, 0, start=3.75, phase="capture"),
     )
     spans = (SpanRow("import", 0.0, 1.0), SpanRow("kernels", 1.5, 2.0), SpanRow("capture", 3.75, 0.25))
     phases = tuple(PhaseRow(name, 1.0) for name in PHASES)
@@ -151,7 +151,7 @@ def test_names_are_text_and_not_markup() -> None:
 
 
 def test_a_failed_unit_is_said_on_the_page() -> None:
-    failed = UnitRow("kernel", "k", "failed", 0.1, 0, "RuntimeError: no such instruction", 1.5)
+    failed = UnitRow("kernel", "k", "failed", 0.1, 0, "RuntimeError: no such instruction", 1.5, "kernels")
     assert "no such instruction" in _Page(render_page([report(True, units=(failed,))])).text
 
 

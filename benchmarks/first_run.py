@@ -2,7 +2,8 @@
 
 Each row is a fresh process. ``floor`` imports torch, opens the device and makes the weights; ``torch.compile``
 compiles the whole step with a dynamic batch and captures each size by hand; ``ours`` is ``WarmupManager``, which
-verifies every graph as well. Phases are those of the warm-up report.
+verifies every graph as well; ``plain`` is the same without compiling: the step is captured as its ops are. Phases are
+those of the warm-up report.
 
     python benchmarks/first_run.py --model deepseek-v3 --layers 4 --batch-sizes 1,2,4,8,16,32,64,128 --device cuda
 """
@@ -21,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-WAYS = ("floor", "torch.compile cold", "torch.compile warm", "ours cold", "ours warm")
+WAYS = ("floor", "torch.compile cold", "torch.compile warm", "ours cold", "ours warm", "plain cold", "plain warm")
 _STARTED = "MLA_BENCHMARK_STARTED"
 
 
@@ -52,7 +53,7 @@ def main() -> None:
 
 def _run(way: str, cache: Path) -> dict[str, Any]:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), _STARTED: str(time.time())}
-    if way.startswith("ours"):
+    if not way.startswith("torch"):
         environment.pop("TORCHINDUCTOR_CACHE_DIR")
         environment["MLA_WARMUP_CACHE"] = str(cache)
     command = [sys.executable, __file__, *sys.argv[1:], "--child", way]
@@ -76,12 +77,13 @@ def _child(arguments: argparse.Namespace) -> dict[str, Any]:
         backend=arguments.backend,
         layers=arguments.layers,
         max_seq_len=arguments.max_seq_len,
+        compile=arguments.child.startswith("ours"),
     )
     work = spec(arguments.model, options)
     way: str = arguments.child
     torch.zeros(1, device=options.device)
     result: dict[str, Any] = {"backend": work.backend[0]}
-    if way.startswith("ours"):
+    if way.startswith(("ours", "plain")):
         from capture import WarmupManager
 
         made: dict[str, Any] = {}
@@ -92,6 +94,7 @@ def _child(arguments: argparse.Namespace) -> dict[str, Any]:
         result["seconds"] = _since_start()
         result["phases"] = {phase.name: phase.seconds for phase in report.phases}
         result["compiled"] = report.compiled
+        result["compilers imported"] = [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
         result["failed units"] = [unit.reason for unit in report.units if unit.state == "failed"]
         runner = made["resources"].runner()
         result["replay_us"] = _replay_times(options, lambda size: runner.replay(size))
@@ -136,9 +139,14 @@ def _compile_and_capture(step: Any, options: Any) -> dict[int, Callable[[], Any]
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 run(**inputs)
-            graphs[size] = graph.replay
+            graphs[size] = partial(_replay, graph, inputs)
     _synchronize(options.device)
     return graphs
+
+
+def _replay(graph: Any, inputs: object) -> None:
+    """``inputs`` is only kept alive: the graph reads their memory."""
+    graph.replay()
 
 
 def _replay_times(options: Any, replay: Callable[[int], Any]) -> dict[str, float]:

@@ -161,7 +161,7 @@ def _describe(compilation: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     import triton
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
+    from triton.compiler import make_backend
     from triton.runtime.cache import get_cache_key
 
     call, kernel = compilation["compile"], compilation["fn"].jit_function
@@ -170,7 +170,7 @@ def _describe(compilation: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     backend = make_backend(target)
     chosen = {name: tuple(v) if isinstance(v, list) else v for name, v in data["options"].items()}
     options = backend.parse_options(chosen)
-    source = ASTSource(kernel, call["signature"], call["constants"], call["configs"][0])
+    source = kernel.ASTSource(kernel, call["signature"], call["constants"], call["configs"][0])
     environment = get_cache_invalidating_env_vars()
     key = get_cache_key(source, backend, options, environment)
     record = {

@@ -83,8 +83,9 @@ def distance(actual: Tensor, expected: Tensor, dim: int | None = 0) -> Distance:
 def within_rounding(actual: Tensor, expected: Tensor, written: Tensor) -> Tensor:
     """``[numel]`` bool: elements as close as rounding leaves them; integers: equal.
 
-    An element passes within the bound of :func:`distance` times the root mean square of ``expected`` where
-    ``written`` (``[numel]`` bool): its error comes from sums over the row, so it does not shrink with the element.
+    An element passes within the bound that :func:`distance` sets to one element, times the root mean square of
+    ``expected`` where ``written`` (``[numel]`` bool): its error comes from sums over the row, so it does not shrink
+    with the element.
     """
     a, e = actual.contiguous().view(-1), expected.contiguous().view(-1)
     if not actual.dtype.is_floating_point:
@@ -92,7 +93,7 @@ def within_rounding(actual: Tensor, expected: Tensor, written: Tensor) -> Tensor
     a, e = a.float(), e.float()
     values = e[written & e.isfinite()]
     rms = values.square().mean().sqrt() if values.numel() else values.new_zeros(())
-    return (a - e).abs() <= _limit(actual.dtype) * rms
+    return (a - e).abs() <= _MAX_ABS_FACTOR * _limit(actual.dtype) * rms
 
 
 def changed_bits(after: Tensor, before: Tensor) -> Tensor:

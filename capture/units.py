@@ -40,6 +40,7 @@ class BuildOptions:
         tp: tensor-parallel ranks; the heads of one rank are the model's divided by it.
         layers: how many layers to build; None: all of them.
         max_seq_len: longest sequence, in tokens.
+        compile: whether blocks are compiled; without, a step is captured as its ops are, and no compiler is imported.
         target: build kernels for this architecture (``sm_90``, ``gfx942``), whatever is in this machine.
     """
 
@@ -53,6 +54,7 @@ class BuildOptions:
     device: str = "cpu"
     layers: int | None = None
     max_seq_len: int = 8192
+    compile: bool = True
     target: str | None = None
 
     def __post_init__(self) -> None:

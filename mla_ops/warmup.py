@@ -9,15 +9,24 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from capture import BuildOptions, CompiledFunctionUnit, GraphCaptureUnit, GraphRunner, Unit, VerifyUnit, WarmupSpec
+from capture import (
+    BuildOptions,
+    CompiledFunctionUnit,
+    GraphCaptureUnit,
+    GraphRunner,
+    KernelBuildUnit,
+    Unit,
+    VerifyUnit,
+    WarmupSpec,
+)
 from mla_ops.backends.select import Choice, select
 from mla_ops.config import PRESETS, MLAConfig
 from mla_ops.kv_cache import PagedLatentCache
@@ -25,6 +34,9 @@ from mla_ops.module import DeepseekMLA, compile_layers
 from mla_ops.ops import op_fingerprint
 from mla_ops.plan import DecodeMetadata, DecodePlan
 from mla_ops.validation import FLOAT8_DTYPES
+
+if TYPE_CHECKING:
+    from mla_ops.backends.triton.launch import Launch
 
 __all__ = ["DecodeStep", "MLABlock", "spec"]
 
@@ -55,10 +67,9 @@ class DecodeStep:
         config: dimensions of one rank.
         options: sizes, dtypes, device.
         num_layers: layers.
-        compiled: whether the layers share a compiled function.
     """
 
-    def __init__(self, config: MLAConfig, options: BuildOptions, num_layers: int, *, compiled: bool) -> None:
+    def __init__(self, config: MLAConfig, options: BuildOptions, num_layers: int) -> None:
         device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
         self.config, self.options = config, options
         self.generator = torch.Generator(device).manual_seed(0)
@@ -86,7 +97,7 @@ class DecodeStep:
             # Through float32: fp8 tensors have no normal_
             rows = torch.randn(layer.shape, device=device, generator=self.generator)
             layer.copy_(rows)
-        self.run_blocks: list[Callable[..., Tensor]] = list(compile_layers(self.blocks) if compiled else self.blocks)
+        self.run_blocks: list[Callable[..., Tensor]] = list(self.blocks)
 
     def __call__(self, hidden_states: Tensor, block_table: Tensor, seq_lens: Tensor) -> Tensor:
         """hidden_states ``[B * query_len, hidden_size]``, block_table ``[B, max_pages]``, seq_lens ``[B]``."""
@@ -141,14 +152,15 @@ class DecodeStep:
         )
 
     def compile(self) -> None:
-        """Call the compiled block once, on a step of padded requests, which writes nothing."""
-        metadata = self.plan.at(1)
+        """Let the layers share a compiled function, and call it on a step of padded requests, which writes nothing."""
+        compiled, metadata = compile_layers(self.blocks), self.plan.at(1)
         hidden_states = torch.zeros(
             self.options.query_len, self.config.hidden_size, dtype=_dtype("dtype", self.options.dtype),
             device=self.plan.device,
         )  # fmt: skip
         with torch.no_grad():
-            self.run_blocks[0](hidden_states, metadata.positions, self.cache.layers[0], metadata)
+            compiled[0](hidden_states, metadata.positions, self.cache.layers[0], metadata)
+        self.run_blocks = list(compiled)
 
     def _random_block(self, device: torch.device, dtype: torch.dtype) -> MLABlock:
         block = MLABlock(self.config, device=device, dtype=dtype)
@@ -180,7 +192,7 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
 
     Args:
         model: a preset's name, the path of a Hugging Face ``config.json`` or its folder, or a config.
-        options: sizes, dtypes, device.
+        options: sizes, dtypes, device; with a target, only its kernels are built, and no layers are made.
 
     Raises:
         ValueError: no such preset or file, or an option that does not fit the model.
@@ -193,12 +205,15 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
         raise ValueError(f"{model} says nothing of layers; give a number of layers (--layers)")
     device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
     kv_dtype = _dtype("kv_dtype", options.kv_dtype or options.dtype)
+    if options.target:
+        return _ahead(str(model), config, options, dtype, kv_dtype)
     choice = select(config, device, dtype, backend=options.backend)
-    compiler = _compiler_missing(device)
+    not_compiled = "" if options.compile else "; the block is not compiled, as asked for"
+    not_compiled = not_compiled or _compiler_missing(device)
     sizes = ",".join(map(str, sorted(options.batch_sizes)))
     graphs = f"decode step, query_len {options.query_len}, {num_layers} layers, batch sizes {sizes}"
-    units: list[Unit] = []
-    if not compiler:
+    units: list[Unit] = list(_kernel_units(config, options, choice, dtype, kv_dtype))
+    if not not_compiled:
         units.append(
             CompiledFunctionUnit(
                 key=f"decode block, query_len {options.query_len}",
@@ -210,11 +225,61 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
     return WarmupSpec(
         name=str(model) if not isinstance(model, MLAConfig) else "MLA",
         device=options.device,
-        backend=(choice.name, choice.reason + compiler),
+        backend=(choice.name, choice.reason + not_compiled),
         fields=_fields(config, options, choice, dtype, kv_dtype),
-        setup=lambda: _Resources(DecodeStep(config, options, num_layers, compiled=not compiler)),
+        setup=lambda: _Resources(DecodeStep(config, options, num_layers)),
         units=tuple(units),
     )
+
+
+def _ahead(
+    name: str, config: MLAConfig, options: BuildOptions, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> WarmupSpec:
+    """The kernels alone, for a GPU that need not be here; the same options there make the same fields."""
+    if options.backend not in ("auto", "triton"):
+        raise ValueError(f"only the triton backend's kernels can be built ahead, not those of {options.backend!r}")
+    choice = select(config, "cuda", dtype, backend="triton")
+    return WarmupSpec(
+        name=name,
+        device="cpu",
+        backend=(choice.name, f"its kernels are built ahead for {options.target}"),
+        fields=_fields(config, options, choice, dtype, kv_dtype),
+        setup=lambda: None,
+        units=tuple(_kernel_units(config, options, choice, dtype, kv_dtype)),
+        target=options.target,
+    )
+
+
+def _kernel_units(
+    config: MLAConfig, options: BuildOptions, choice: Choice, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> Iterator[KernelBuildUnit]:
+    if choice.name != "triton" or not (options.target or torch.device(options.device).type == "cuda"):
+        return
+    from mla_ops.backends.triton import variants
+    from mla_ops.backends.triton.launch import arch_of_device
+
+    arch = options.target or arch_of_device(torch.device(options.device))
+    launches = variants(
+        config,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        page_sizes=(options.page_size,),
+        query_len=options.query_len,
+        arch=arch,
+    )
+    for launch in launches:
+        yield KernelBuildUnit(key=launch.key, compile=launch.compile, target=options.target)
+        if arch.startswith("gfx") and "kv_cache" in launch.args:
+            key = f"{launch.key}, cache above 2 GiB"
+            yield KernelBuildUnit(key=key, compile=_with_large_cache(launch).compile, target=options.target)
+
+
+def _with_large_cache(launch: Launch) -> Launch:
+    """The same launch over a cache to which Triton's AMD backend cannot point with 32 bits: another kernel."""
+    cache = launch.args["kv_cache"]
+    pages = 2**31 // cache[0].nbytes + 1
+    large = torch.empty(pages, *cache.shape[1:], dtype=cache.dtype, device="meta")
+    return replace(launch, args={**launch.args, "kv_cache": large})
 
 
 def _fields(

@@ -60,7 +60,7 @@ def test_captured_module_equals_eager(query_len: int) -> None:
     options = BuildOptions(
         batch_sizes=(1, 2, 5), query_len=query_len, page_size=16, device="cuda", max_seq_len=256, backend="reference"
     )
-    runner: GraphRunner = DecodeStep(config, options, 2, compiled=False).runner()
+    runner: GraphRunner = DecodeStep(config, options, 2).runner()
     runner.capture(verify=False)
     report = verify(runner, trials=20)
     report.raise_if_failed()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mla_ops.errors import BackendUnavailableError
 
-__all__ = ["Launch", "arch_of", "compute_units", "is_power_of_two", "refuse"]
+__all__ = ["Launch", "arch_of", "arch_of_device", "compute_units", "is_power_of_two", "refuse"]
 
 # Programs that share the work where there is no device to count: enough to split requests, few enough to interpret.
 _INTERPRETED_UNITS = 6
@@ -37,6 +37,17 @@ class Launch:
         """The kernel's name."""
         return str(self.kernel.__name__)
 
+    @property
+    def key(self) -> str:
+        """What tells this launch's code from another's: dtypes, compile-time constants, arguments left out."""
+        parts = [self.name]
+        for name, value in self.args.items():
+            if isinstance(value, Tensor):
+                parts.append(f"{name}:{str(value.dtype).removeprefix('torch.')}")
+            elif value is None or name.isupper():
+                parts.append(f"{name}={value}")
+        return " ".join(parts)
+
     def run(self) -> None:
         """Launch on the current stream."""
         self.kernel[self.grid](**self.args, **self.options)
@@ -47,7 +58,8 @@ class Launch:
 
 
 @functools.cache
-def _arch(device: torch.device) -> str:
+def arch_of_device(device: torch.device) -> str:
+    """``"sm_90"``, ``"gfx942"`` ... of a CUDA or HIP device."""
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return str(properties.gcnArchName).split(":")[0]
@@ -66,7 +78,7 @@ def arch_of(tensor: Tensor) -> str:
         BackendUnavailableError: the tensor is on a device for which Triton makes no code here.
     """
     if tensor.is_cuda:
-        return _arch(tensor.device)
+        return arch_of_device(tensor.device)
     if tensor.device.type == "cpu" and triton.knobs.runtime.interpret:
         return "cpu"
     raise BackendUnavailableError(

@@ -124,18 +124,29 @@ class _AfterImport(MetaPathFinder):
 
     def __init__(self, actions: dict[str, Callable[[], None]]) -> None:
         self._actions = actions
+        self._finding: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self._actions:
+        # Watches nest: the finder of another one, asked below, asks this one in turn
+        if fullname not in self._actions or fullname in self._finding:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader, self._actions.pop(fullname))
-                return spec
+        self._finding.add(fullname)
+        try:
+            for finder in list(sys.meta_path):
+                spec = None if finder is self else finder.find_spec(fullname, path, target)
+                if spec is not None and spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, lambda: self._run(fullname))
+                    return spec
+        finally:
+            self._finding.discard(fullname)
         return None
+
+    def _run(self, fullname: str) -> None:
+        action = self._actions.pop(fullname, None)
+        if action is not None:
+            action()
 
 
 class _Loader(Loader):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 import textwrap
@@ -126,6 +127,22 @@ def test_a_source_is_attached_when_its_module_is_imported(sources: None, late_mo
     assert sys.meta_path == path_before
     assert module.__spec__ is not None
     assert module.__spec__.loader is module.__loader__
+
+
+def test_nested_watches_both_hear_of_a_module_imported_late(sources: None, late_module: str) -> None:
+    attached: list[str] = []
+
+    def attach(report: Callable[[CompileEvent], None]) -> Callable[[], None]:
+        attached.append("once more")
+        report(CompileEvent("late", "a build", 1.0, False))
+        return lambda: None
+
+    register_build_source("late", late_module, attach)
+    with CompileWatch() as outer, CompileWatch() as inner:
+        importlib.util.find_spec(late_module)  # looking for it is not importing it
+        assert not attached
+        importlib.import_module(late_module)
+    assert (len(attached), outer.compiled, inner.compiled) == (2, 1, 1)
 
 
 def test_a_module_that_is_never_imported_costs_nothing(sources: None, late_module: str) -> None:

@@ -81,6 +81,8 @@ def pull_entry(arguments: argparse.Namespace) -> int:
     """``pull``: from a folder into the cache."""
     from capture.bundle import pull
 
+    if arguments.elsewhere and arguments.entry is None and arguments.target is None:
+        raise UsageError("with --elsewhere, --model would mean this machine's entry: name the other's with --entry")
     if arguments.entry is not None and re.fullmatch(r"[0-9a-f]{20}", arguments.entry):
         entry = arguments.entry  # need not be in this cache
     else:

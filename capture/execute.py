@@ -18,6 +18,7 @@ SERVER_VARIABLES: Mapping[str, str] = {
     "VLLM_CACHE_ROOT": "packages/vllm",
     "SGLANG_DG_CACHE_DIR": "packages/deep_gemm",
     "FLASHINFER_WORKSPACE_BASE": "packages/flashinfer",
+    "AITER_ROOT_DIR": "packages/aiter",
 }
 """Where servers keep what they compile, besides what torch, Triton and AITER keep: variable -> place in the entry."""
 

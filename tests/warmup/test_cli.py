@@ -66,6 +66,7 @@ sys.exit(f"imported {heavy}" if heavy else code)
         ("pack", "a.tar.zst", "--entry", "0123"),
         ("unpack", "a.tar.zst"),
         ("unpack", "a.tar.zst", "--digest", "sha256:12"),
+        ("pull", "folder", *TOY, "--digest", f"sha256:{'0' * 64}", "--elsewhere"),
         ("exec", "--label", "a"),
         ("exec", "--device", "cpu", "--label", "a b", "--", "true"),
         ("status", *TOY, "--", "true"),

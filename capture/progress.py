@@ -121,9 +121,10 @@ def line_progress(stream: TextIO | None = None) -> Progress:
 def rich_progress() -> Iterator[Callable[[ProgressEvent], None]]:
     """A bar on stderr; messages scroll above it."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    text = TextColumn("{task.description}", markup=False)
+    columns = (BarColumn(bar_width=24), text, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
 

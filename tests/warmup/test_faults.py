@@ -117,6 +117,16 @@ def test_a_clock_that_went_back_makes_nothing_old(cache: Path, monkeypatch: pyte
     assert len(entries(cache)) == 1
 
 
+def test_what_a_killed_unpack_left_is_cleaned(cache: Path) -> None:
+    warm_up(cache)
+    left = cache / f"incoming-{'0' * 20}"
+    left.mkdir()
+    (left / "bundle.tar.zst").write_text("half")
+    os.utime(left, (0, 0))
+    assert [entry.path for entry in clean(cache, older_than=3600.0)] == [left]
+    assert len(entries(cache)) == 1
+
+
 def test_files_from_the_future_are_as_good_as_others(cache: Path) -> None:
     warm_up(cache)
     for path in cache.rglob("*"):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Ceilings", "measure", "measure_ceilings", "print_table", "relative_error"]
+__all__ = ["Ceilings", "measure", "measure_ceilings", "measure_host", "print_table", "relative_error"]
 
 Ceilings = dict[str, float]
 
@@ -41,6 +42,18 @@ def measure(calls: Sequence[Callable[[], Any]], replays: int = 20) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(calls))
     return statistics.median(times[3:])
+
+
+def measure_host(call: Callable[[], Any], repeats: int = 100) -> float:
+    """Median microseconds of host time from an eager call to its last launch; the device is idle at each start."""
+    times: list[float] = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
 
 
 def measure_ceilings() -> Ceilings:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import mla_ops.ops  # noqa: F401  (registers the ops)
-from benchmarks.common import measure, measure_ceilings, print_table, relative_error
+from benchmarks.common import measure, measure_ceilings, measure_host, print_table, relative_error
 from benchmarks.inputs import SCALE, DecodeInputs, decode_inputs, input_sets
 
 SHAPES = (
@@ -87,6 +87,7 @@ def run(name: str, make: Callable[[DecodeInputs], Call], steps: list[DecodeInput
         out = calls[0]()
         error = relative_error(out[:4], steps[0].expected())
         unwritten = int(out.isnan().sum())
+        host_us = measure_host(calls[0])
         us = measure(calls)
     except Exception as reason:  # a peer may fail in any way, and the others are still to be measured
         return {"what": name, "skipped": f"{type(reason).__name__}: {str(reason)[:60]}"}
@@ -96,6 +97,7 @@ def run(name: str, make: Callable[[DecodeInputs], Call], steps: list[DecodeInput
         "share of floor": floor_us / us,
         "TFLOP/s": steps[0].flop / us / 1e6,
         "GB/s": steps[0].bytes / us / 1e3,
+        "host us": host_us,
         "error": error,
         "NaN": unwritten,
     }

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mla_ops.errors import BackendUnavailableError
 
@@ -17,6 +18,16 @@ __all__ = ["Launch", "arch_of", "arch_of_device", "compute_units", "is_power_of_
 
 # Programs that share the work where there is no device to count: enough to split requests, few enough to interpret.
 _INTERPRETED_UNITS = 6
+
+
+_AMD = torch.version.hip is not None
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+
+
+@functools.cache
+def _parameters(kernel: Any) -> tuple[tuple[str, bool], ...]:
+    """Names of a kernel's parameters in order, and whether code is not specialised to a parameter's value."""
+    return tuple((parameter.name, bool(parameter.do_not_specialize)) for parameter in kernel.params)
 
 
 @dataclass(frozen=True)
@@ -49,8 +60,42 @@ class Launch:
         return " ".join(parts)
 
     def run(self) -> None:
-        """Launch on the current stream."""
-        self.kernel[self.grid](**self.args, **self.options)
+        """Launch on the current stream.
+
+        Triton binds, specialises and hashes some thirty arguments at each launch, in Python: most of the host time of
+        an eager decode. So what it compiled is kept by a key of our own, and launched with the arguments as they are.
+        """
+        key, values = self._specialization()
+        compiled = _COMPILED.get(key) if key else None
+        if compiled is not None:
+            compiled[(*self.grid, 1, 1)[:3]](*values)
+            return
+        compiled = self.kernel[self.grid](**self.args, **self.options)
+        if key and compiled is not None:
+            _COMPILED[key] = compiled
+
+    def _specialization(self) -> tuple[tuple[Any, ...], list[Any]]:
+        """A key that is at least as fine as Triton's, and the arguments in order; () where Triton must do it.
+
+        Triton's code depends on dtypes, on whether pointers are of 16 bytes (on AMD also on whether a tensor is above
+        2 GiB), and on integers by divisibility, which are in our key by value unless the kernel exempts them.
+        """
+        if triton.knobs.runtime.interpret:
+            return (), []
+        key: list[Any] = [self.kernel, torch.cuda.current_device(), *self.options.items()]
+        values = []
+        for name, exempt in _parameters(self.kernel):
+            value = self.args[name]
+            values.append(value)
+            if isinstance(value, Tensor):
+                key += (value.dtype, value.data_ptr() & 15, _AMD and value.untyped_storage().nbytes() >> 31)
+            elif exempt:
+                key.append(type(value) if isinstance(value, float) else -(2**31) <= value < 2**31)
+            elif isinstance(value, TensorDescriptor):
+                return (), []
+            else:
+                key.append(value)
+        return tuple(key), values
 
     def compile(self) -> Any:
         """Compile for the active driver's target without running; the compiled kernel."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -132,20 +132,21 @@ class _Keys:
     def __exit__(self, *error: object) -> None:
         self._runtime.jit_cache_hook, self._runtime.jit_post_compile_hook = self._before
 
-    def _place(self, **compilation: Any) -> bool | None:
-        record, directory = _describe(compilation)
-        if not _is_stored(directory) and (found := self._find(record)):
-            _copy(found, directory)
-            self.placed.append(str(record["name"]))
+    def _place(self, **call: Any) -> bool | None:
+        compilation = _Compilation(call)
+        if not compilation.is_stored and (found := self._find(compilation.record)):
+            _copy(found, compilation.directory)
+            self.placed.append(str(compilation.record["name"]))
         before = self._before[0]
-        return None if before is None else before(**compilation)  # True from a user's hook: do not compile
+        return None if before is None else before(**call)  # True from a user's hook: do not compile
 
-    def _record(self, **compilation: Any) -> None:
-        record, directory = _describe(compilation)
-        if _is_stored(directory) and not (directory / _RECORD).exists():
-            write_durably(directory / _RECORD, _dump(record))
+    def _record(self, **call: Any) -> None:
+        compilation = _Compilation(call)
+        path = compilation.directory / _RECORD
+        if compilation.is_stored and not path.exists():
+            write_durably(path, _dump(compilation.record))
         if self._before[1] is not None:
-            self._before[1](**compilation)
+            self._before[1](**call)
 
     def _find(self, record: Mapping[str, Any]) -> Path | None:
         wanted = _dump(record)
@@ -156,54 +157,64 @@ class _Keys:
         return None
 
 
-def _describe(compilation: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
-    """What a compilation depends on wherever Triton is installed, and the directory of its key here."""
-    import triton
-    from triton._C.libtriton import get_cache_invalidating_env_vars
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime.cache import get_cache_key
+class _Compilation:
+    """A compilation that Triton told a hook of."""
 
-    call, kernel = compilation["compile"], compilation["fn"].jit_function
-    data = json.loads(call["specialization_data"])
-    target = GPUTarget(**data["target"])
-    backend = make_backend(target)
-    chosen = {name: tuple(v) if isinstance(v, list) else v for name, v in data["options"].items()}
-    options = backend.parse_options(chosen)
-    source = kernel.ASTSource(kernel, call["signature"], call["constants"], call["configs"][0])
-    environment = get_cache_invalidating_env_vars()
-    key = get_cache_key(source, backend, options, environment)
-    record = {
-        "name": data["name"],
-        "triton": triton.__version__,
-        "target": data["target"],
-        "source": source.hash(),
-        "backend": backend.hash(),
-        "options": {**data["options"], "extern_libs": _library_hashes(options)},
-        "environment": dict(environment),
-    }
-    return record, _triton_directory() / _directory_name(key)
+    def __init__(self, call: Mapping[str, Any]) -> None:
+        from triton._C.libtriton import get_cache_invalidating_env_vars
+
+        compiled, kernel = call["compile"], call["fn"].jit_function
+        self._data = json.loads(compiled["specialization_data"])
+        _, _, self._target, self._backend, _ = kernel.device_caches[compiled["device"]]
+        chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in self._given.items()}
+        self._options = self._backend.parse_options(chosen)
+        signature, constants, (attributes,) = compiled["signature"], compiled["constants"], compiled["configs"]
+        self._source = kernel.ASTSource(kernel, signature, constants, attributes)
+        self._environment = get_cache_invalidating_env_vars()
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        options: dict[str, Any] = self._data["options"]
+        return options
+
+    @cached_property
+    def directory(self) -> Path:
+        """Where this installation of Triton keeps its result."""
+        from triton.runtime.cache import _base32, get_cache_key
+
+        key = get_cache_key(self._source, self._backend, self._options, self._environment)
+        return _triton_directory() / str(_base32(hashlib.sha256(key.encode()).hexdigest()))
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is there; without a group file Triton sees nothing."""
+        return any(self.directory.glob("__grp__*.json"))
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """What the result depends on wherever Triton is installed."""
+        import triton
+
+        libraries = [[str(name), _sha256(Path(path))] for name, path in self._options.extern_libs]
+        return {
+            "name": self._data["name"],
+            "triton": triton.__version__,
+            "target": vars(self._target),
+            "source": self._source.hash(),
+            "backend": self._backend.hash(),
+            "options": {**self._given, "extern_libs": libraries},
+            "environment": dict(self._environment),
+        }
 
 
-def _library_hashes(options: Any) -> list[list[str]]:
-    """Names and contents of the libraries that are linked in, whose paths are this installation's."""
-    return [[str(name), hashlib.sha256(Path(path).read_bytes()).hexdigest()] for name, path in options.extern_libs]
-
-
-def _directory_name(key: str) -> str:
-    from triton.runtime.cache import _base32
-
-    return str(_base32(hashlib.sha256(key.encode()).hexdigest()))
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _triton_directory() -> Path:
     from triton import knobs
 
     return Path(knobs.cache.dir)
-
-
-def _is_stored(directory: Path) -> bool:
-    return any(directory.glob("__grp__*.json"))
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -217,4 +228,4 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _dump(record: Mapping[str, Any]) -> bytes:
-    return (json.dumps(record, sort_keys=True, indent=1, default=str) + os.linesep).encode()
+    return (json.dumps(record, sort_keys=True, indent=1, default=str) + "\n").encode()

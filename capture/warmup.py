@@ -174,7 +174,7 @@ class _Run:
             self._notes += stack.enter_context(builds_in_process())
             with self._phase("kernels"):
                 check = self._open()
-                stack.enter_context(prebuilt_kernels(self._kernels_built_ahead()))
+                stack.enter_context(prebuilt_kernels(self._kernels_built_ahead(check)))
             with self._phase("context"):
                 make_context(self._spec.device)
             with self._phase("weights"):
@@ -204,14 +204,15 @@ class _Run:
         self._notes += store.apply_environment(check)
         return check
 
-    def _kernels_built_ahead(self) -> list[Path]:
-        """Their Triton directory, if each of its files is sound."""
-        if self._ahead is None or not any(isinstance(unit, KernelBuildUnit) for unit in self._spec.units):
+    def _kernels_built_ahead(self, check: CacheCheck) -> list[Path]:
+        """Their Triton directory, if some kernel is missing here and each of its files is sound."""
+        missing = [unit for unit in self._spec.units if unit.key not in check.intact]
+        if self._ahead is None or not any(isinstance(unit, KernelBuildUnit) for unit in missing):
             return []
-        check = self._ahead.check()
-        if check.damaged:
-            self._notes.append(f"{self._ahead.directory} is damaged and not used: {', '.join(sorted(check.damaged))}")
-        return [self._ahead.directory / "triton"] if check.intact and not check.damaged else []
+        found = self._ahead.check()
+        if found.damaged:
+            self._notes.append(f"{self._ahead.directory} is damaged and not used: {', '.join(sorted(found.damaged))}")
+        return [self._ahead.directory / "triton"] if found.intact and not found.damaged else []
 
     def report(self, compiled: int) -> WarmupReport:
         fields = self._store.fingerprint.fields

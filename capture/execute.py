@@ -23,7 +23,7 @@ SERVER_VARIABLES: Mapping[str, str] = {
 """Where servers keep what they compile, besides what torch, Triton and AITER keep: variable -> place in the entry."""
 
 _PATIENCE = 60.0
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def entry_of_command(
@@ -65,21 +65,43 @@ def run_and_keep(store: CacheStore, command: Sequence[str], label: str, say: Cal
         the exit status of ``command``; 128 + the signal, where one ended it.
     """
     begun = time.monotonic()
-    process = subprocess.Popen(command, env=_prepare(store, say))
-    before = {number: signal.signal(number, lambda sent, frame: process.send_signal(sent)) for number in _FORWARDED}
-    try:
-        status = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if status < 0 and -status not in _FORWARDED:
+    environment = _prepare(store, say)
+    status = _run(command, environment)
+    if status < 0 and -status not in _ENDINGS:
         say(f"{command[0]} was ended by signal {-status}: what it left is not entered into the cache")
         return 128 - status
+    if store.place != store.directory:
+        say(f"{store.directory} is read-only: nothing is entered into the cache")
+        return status if status >= 0 else 128 - status
     with store.hold(_PATIENCE, say):
         store.check()  # so that only what is new or changed is entered
         record = store.record(f"command {label}", "command", time.monotonic() - begun)
     say(f"kept {len(record.files)} files ({record.bytes} bytes) in {store.directory}")
     return status if status >= 0 else 128 - status
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The status of ``command``, run as a child that gets the signals to end that this process gets."""
+    early: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, frame: object) -> None:
+        if number == signal.SIGINT:
+            return  # a terminal sends it to the child as well
+        if process is None:
+            early.append(number)
+        else:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in _ENDINGS}
+    try:
+        process = subprocess.Popen(command, env=environment)
+        for number in early:
+            process.send_signal(number)
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _prepare(store: CacheStore, say: Callable[[str], None]) -> dict[str, str]:

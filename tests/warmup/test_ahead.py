@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("triton")
 
 from triton.runtime import cache as triton_cache
 
-from capture import BuildOptions, WarmupManager, WarmupSpec
+from capture import BuildOptions, Fingerprint, WarmupManager, WarmupSpec
 from mla_ops import MLAConfig
 from mla_ops import warmup as mla_warmup
 from mla_ops.warmup import spec
@@ -65,3 +66,36 @@ def test_both_machines_agree_on_the_fields(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_backend_without_kernels_to_build_is_refused() -> None:
     with pytest.raises(ValueError, match="only the triton backend's kernels can be built ahead"):
         ahead("gfx942", backend="reference")
+
+
+OPTIONS = {
+    "dtype": "float16",
+    "kv_dtype": "float8_e4m3fn",
+    "page_size": 32,
+    "query_len": 2,
+    "max_seq_len": 128,
+}
+FIELDS = sorted(name for name in CONFIG.to_dict() if name not in ("rope_scaling", "num_heads"))
+
+
+def fields(config: MLAConfig = CONFIG, **options: object) -> Fingerprint:
+    chosen = BuildOptions(**{"layers": 1, "page_size": 16, "backend": "reference", **options})  # type: ignore[arg-type]
+    return Fingerprint(spec(config, chosen).fields)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_another_option_is_another_fingerprint_and_named(name: str) -> None:
+    named = {row[0] for row in fields().diff(fields(**{name: OPTIONS[name]}))}
+    assert named == ({"dtype", "kv_dtype"} if name == "dtype" else {name})
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_another_dimension_of_a_model_is_another_fingerprint_and_named(name: str) -> None:
+    value = getattr(CONFIG, name)
+    changed = not value if isinstance(value, bool) else (value or 16) * 2
+    other = dataclasses.replace(CONFIG, **{name: changed})
+    assert f"config.{name}" in {row[0] for row in fields().diff(fields(other))}
+
+
+def test_batch_sizes_and_layers_do_not_enter() -> None:
+    assert fields().digest == fields(batch_sizes=(3,)).digest == fields(layers=7).digest

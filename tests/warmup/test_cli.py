@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -295,6 +296,41 @@ def test_what_a_killed_program_left_is_not_kept(cache: Path, capsys: pytest.Capt
     code, _, err = run(capsys, *arguments)
     assert code == 128 + 9
     assert "is not entered" in err
+
+
+def test_a_server_is_told_to_end_and_its_files_are_kept(cache: Path) -> None:
+    program = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *arguments: sys.exit(0))
+open(os.environ["TRITON_CACHE_DIR"] + "/kernel", "w").write("code")
+print("ready", flush=True)
+signal.pause()
+"""
+    command = [sys.executable, "-m", "capture.cli", "exec", "--device", "cpu", "--label", "server", "--keep", "--"]
+    server = subprocess.Popen(
+        [*command, sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        server.terminate()
+        _, errors = server.communicate(timeout=60)
+    assert (server.returncode, "kept 1 files" in errors) == (0, True), errors
+    assert list(cache.glob("*/triton/kernel"))
+
+
+def test_a_read_only_cache_keeps_nothing_of_a_program(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("exec", "--device", "cpu", "--label", "server", "--keep", "--", sys.executable, "-c", "pass")
+    assert run(capsys, *arguments)[0] == 0
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    code, _, err = run(capsys, *arguments)
+    assert (code, "nothing is entered" in err) == (0, True)
 
 
 def test_bench_repeats_cold_and_warm_starts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_verbs_over_a_model(commands)
     _add_verbs_over_the_cache(commands)
+    doctor = _add(commands, "doctor", _doctor, "say what this machine has, what it can serve and what to do")
+    doctor.add_argument("--json", action="store_true", help="one JSON document on stdout")
     report = _add(commands, "report", cli_run.report, "show saved reports, several side by side")
     report.add_argument("files", nargs="+", metavar="FILE", help="what `build --json` wrote")
     report.add_argument("--html", metavar="FILE", help="write a page with the reports as waterfalls side by side")
@@ -181,6 +183,17 @@ def _run(manager: WarmupManager, plan: WarmupPlan, arguments: argparse.Namespace
         if unit.state in ("failed", "skipped"):
             print(f"mla-warmup: {unit.state}: {unit.key}: {unit.reason}", file=sys.stderr)
     return _DONE if report.ok else _FAILED
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from mla_ops.doctor import diagnose
+
+    diagnosis = diagnose()
+    if arguments.json:
+        print_json(diagnosis.to_json())
+    else:
+        print(diagnosis.render())
+    return _DONE if diagnosis.ok else _FAILED
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import mla_ops.ops  # noqa: F401  (defines the operators)
 from mla_ops.backends.select import select
+from mla_ops.validation import infer_kv_lora_rank
 
 __all__ = [
     "AttentionOutput",
@@ -37,7 +38,7 @@ class AttentionOutput(NamedTuple):
 
 
 def _resolved(backend: str, like: Tensor) -> str:
-    return select(None, like.device, like.dtype).name if backend == "auto" else backend
+    return select(None, like.device, like.dtype, op="cache").name if backend == "auto" else backend
 
 
 def mla_decode(
@@ -87,10 +88,19 @@ def mla_decode(
         ValueError, TypeError: a shape, dtype, device or stride that no backend takes; names the argument.
         InferenceOnlyError: a gradient is asked of a backend without one.
     """
+    if backend == "auto":
+        widths = (q.shape[2], infer_kv_lora_rank(q.shape[2], kv_lora_rank)) if q.dim() == 3 else None
+        backend = select(
+            *(None, q.device, q.dtype),
+            num_heads=q.shape[1] if q.dim() == 3 else None,
+            widths=widths,
+            query_len=max_seqlen_q,
+            kv_dtype=kv_cache.dtype,
+        ).name
     arguments = (
         *(q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens),
         *(list(backend_state), max_seqlen_q, num_kv_splits, softmax_scale, q_scale, kv_scale),
-        *(_resolved(backend, q), kv_lora_rank),
+        *(backend, kv_lora_rank),
     )
     if out is None:
         return AttentionOutput(*_ops.mla_decode(*arguments))
@@ -133,10 +143,12 @@ def mla_prefill(
     Raises:
         ValueError, TypeError: as in :func:`mla_decode`.
     """
+    if backend == "auto":
+        backend = select(None, q.device, q.dtype, op="prefill", widths=(q.shape[2], v.shape[2])).name
     return AttentionOutput(
         *_ops.mla_prefill(
             *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-            *(softmax_scale, causal, _resolved(backend, q)),
+            *(softmax_scale, causal, backend),
         )
     )
 

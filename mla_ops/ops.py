@@ -59,7 +59,7 @@ SCHEMAS = {
 
 _LIBRARY = torch.library.Library("mla_ops", "DEF")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_BACKEND_MODULES = {"reference": "mla_ops.backends.reference", "triton": "mla_ops.backends.triton"}
+_BACKEND_MODULES = {name: f"mla_ops.backends.{name}" for name in ("aiter", "reference", "triton")}
 _KERNELS: dict[tuple[str, str], Callable[..., Any]] = {}
 
 

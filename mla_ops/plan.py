@@ -8,9 +8,9 @@ Letters: B requests, Q query_len, T = B * Q query tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from importlib import import_module
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,20 @@ from torch import Tensor
 from mla_ops.backends.select import Choice, select
 from mla_ops.config import MLAConfig
 from mla_ops.errors import PlanError
+from mla_ops.prefill_plan import PrefillChunk, PrefillPlan
 
-__all__ = ["PADDING_RULES", "DecodeMetadata", "DecodePlan", "PaddingRule", "PrefillChunk", "PrefillPlan"]
+__all__ = [
+    "PADDING_RULES",
+    "DecodeMetadata",
+    "DecodePlan",
+    "DecodeState",
+    "PaddingRule",
+    "PrefillChunk",
+    "PrefillPlan",
+]
 
+# Backends that plan buffers of their own.
+_STATEFUL = {"aiter": "mla_ops.backends.aiter"}
 _CANARY = -0x5EED5EED
 _CANARY_WIDTH = 32
 
@@ -40,8 +51,21 @@ class PaddingRule:
     slot: int
 
 
-PADDING_RULES = dict.fromkeys(("reference", "triton"), PaddingRule(kv_len=0, page=0, slot=-1))
+PADDING_RULES = dict.fromkeys(("aiter", "reference", "triton"), PaddingRule(kv_len=0, page=0, slot=-1))
 """Padding rule by backend. Output rows of a padded request are 0 under each of them."""
+
+
+class DecodeState(Protocol):
+    """What a backend plans beside the page lists: static buffers of its own, made by its ``make_decode_state``."""
+
+    def update(self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_lens: Tensor) -> None:
+        """Rewrite them for the plan's page lists: in place, on the current stream, without a synchronisation."""
+
+    def num_kv_splits(self, batch_size: int) -> int:
+        """Splits of a step of ``batch_size`` requests."""
+
+    def at(self, batch_size: int) -> tuple[Tensor, ...]:
+        """The ``backend_state`` of the first ``batch_size`` requests: the same tensors at every call."""
 
 
 class DecodeMetadata(NamedTuple):
@@ -85,6 +109,7 @@ class DecodePlan:
         page_size: rows per page of the cache.
         device: of the buffers.
         dtype: of the queries.
+        kv_dtype: of the cache; ``dtype`` where ``None``.
         backend: ``"auto"`` or a name.
         num_kv_splits: 0 for the backend's choice.
         debug: put a canary after each buffer, for :meth:`check_canaries`.
@@ -108,6 +133,7 @@ class DecodePlan:
         page_size: int,
         device: torch.device | str,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
         backend: str = "auto",
         num_kv_splits: int = 0,
         debug: bool = False,
@@ -129,7 +155,10 @@ class DecodePlan:
         self.page_size = page_size
         self.num_kv_splits = num_kv_splits
         self.device = torch.device(device)
-        self.choice: Choice = select(config, self.device, dtype, backend=backend)
+        kv_dtype = kv_dtype or dtype
+        self.choice: Choice = select(
+            config, self.device, dtype, backend=backend, query_len=query_len, kv_dtype=kv_dtype
+        )
         self.padding = PADDING_RULES[self.choice.name]
         self.max_pages = -(-max_seq_len // page_size)
         self._guarded: dict[str, Tensor] = {}
@@ -147,6 +176,19 @@ class DecodePlan:
         self._query = torch.arange(query_len, dtype=torch.int32, device=self.device)
         self._page_of = torch.arange(self.max_pages, dtype=torch.int32, device=self.device)
         self._views: dict[int, DecodeMetadata] = {}
+        self._state: DecodeState | None = None
+        if self.choice.name in _STATEFUL:
+            self._state = import_module(_STATEFUL[self.choice.name]).make_decode_state(
+                config,
+                max_batch_size=max_batch_size,
+                max_pages=self.max_pages,
+                page_size=page_size,
+                query_len=query_len,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                num_kv_splits=num_kv_splits,
+                qo_indptr=self._qo_indptr,
+            )
         self.update(
             torch.zeros(0, self.max_pages, dtype=torch.int32, device=self.device),
             torch.zeros(0, dtype=torch.int32, device=self.device),
@@ -174,6 +216,11 @@ class DecodePlan:
             ValueError, TypeError: a shape, dtype or device that does not fit the plan.
         """
         self._check_update(block_table, seq_lens)
+        self._write_lists(block_table, seq_lens)
+        if self._state is not None:
+            self._state.update(self._kv_indptr, self._kv_indices, self._kv_last_page_lens)
+
+    def _write_lists(self, block_table: Tensor, seq_lens: Tensor) -> None:
         batch, width = block_table.shape
         if batch and not width:
             batch = 0
@@ -216,7 +263,8 @@ class DecodePlan:
         if metadata is None:
             if not 1 <= batch_size <= self.max_batch_size:
                 raise ValueError(f"batch_size must be in 1..{self.max_batch_size} (the plan's), got {batch_size}")
-            tokens = batch_size * self.query_len
+            tokens, state = batch_size * self.query_len, self._state
+            reference = (self._page_of,) if self.choice.name == "reference" else ()
             metadata = self._views[batch_size] = DecodeMetadata(
                 qo_indptr=self._qo_indptr[: batch_size + 1],
                 kv_indptr=self._kv_indptr[: batch_size + 1],
@@ -225,9 +273,9 @@ class DecodePlan:
                 slot_mapping=self._slot_mapping[:tokens],
                 positions=self._positions[:tokens],
                 seq_lens=self._seq_lens[:batch_size],
-                backend_state=(self._page_of,) if self.choice.name == "reference" else (),
+                backend_state=reference if state is None else state.at(batch_size),
                 max_seqlen_q=self.query_len,
-                num_kv_splits=self.num_kv_splits,
+                num_kv_splits=self.num_kv_splits if state is None else state.num_kv_splits(batch_size),
                 backend=self.choice.name,
             )
         return metadata
@@ -263,135 +311,3 @@ class DecodePlan:
                 f"block_table must have at most max_pages={self.max_pages} columns, got {block_table.shape[1]}; "
                 "cut it, or make the plan with a larger max_seq_len"
             )
-
-
-class PrefillChunk(NamedTuple):
-    """A share of every request's cached prefix.
-
-    Attributes:
-        cu_seqlens: ``[B + 1]`` int32, rows of each request in the chunk.
-        seq_starts: ``[B]`` int32, first of them.
-        num_tokens: rows of all requests.
-        max_seqlen: most rows of a request.
-    """
-
-    cu_seqlens: Tensor
-    seq_starts: Tensor
-    num_tokens: int
-    max_seqlen: int
-
-
-class PrefillPlan(NamedTuple):
-    """The metadata of one ragged prefill.
-
-    Attributes:
-        cu_seqlens_q: ``[B + 1]`` int32, new rows of each request.
-        max_seqlen_q: most new rows of a request.
-        slot_mapping: ``[T]`` int64, where each new row goes.
-        positions: ``[T]`` int64, of each new row.
-        kv_indptr: ``[B + 1]`` int32, entries of ``kv_indices`` of each request's cached prefix.
-        kv_indices: int32 pages of the prefixes.
-        kv_last_page_lens: ``[B]`` int32.
-        chunks: the prefixes, cut so that each chunk has about ``chunk_tokens`` rows; empty without prefixes.
-        backend: name.
-    """
-
-    cu_seqlens_q: Tensor
-    max_seqlen_q: int
-    slot_mapping: Tensor
-    positions: Tensor
-    kv_indptr: Tensor
-    kv_indices: Tensor
-    kv_last_page_lens: Tensor
-    chunks: tuple[PrefillChunk, ...]
-    backend: str
-
-    @classmethod
-    def make(
-        cls,
-        config: MLAConfig,
-        *,
-        query_lens: Sequence[int],
-        block_table: Tensor,
-        page_size: int,
-        dtype: torch.dtype,
-        prefix_lens: Sequence[int] | None = None,
-        chunk_tokens: int = 65536,
-        backend: str = "auto",
-    ) -> PrefillPlan:
-        """Plan a prefill of ``query_lens`` new tokens after ``prefix_lens`` cached ones.
-
-        Args:
-            config: dimensions.
-            query_lens: B lengths on the host.
-            block_table: ``[B, width]`` int32 page ids of each request; its device is the plan's.
-            page_size: rows per page of the cache.
-            dtype: of the queries.
-            prefix_lens: B lengths on the host; no cached prefix where ``None``.
-            chunk_tokens: rows of the prefixes that are expanded at a time, a page per request at least. The scratch
-                is ``chunk_tokens * num_heads * (qk_head_dim + v_head_dim)`` elements.
-            backend: ``"auto"`` or a name.
-
-        Raises:
-            ValueError: lengths that don't belong together, are negative, or have no pages in ``block_table``.
-            TypeError: ``block_table`` is not int32.
-        """
-        prefix_lens = [0] * len(query_lens) if prefix_lens is None else list(prefix_lens)
-        _check_prefill(query_lens, prefix_lens, block_table, page_size, chunk_tokens)
-        device = block_table.device
-        table = block_table.cpu()  # lengths and pages are the host's here: a prefill is planned, never captured
-        positions = [torch.arange(start, start + n) for start, n in zip(prefix_lens, query_lens, strict=True)]
-        slots = [table[b, p // page_size].long() * page_size + p % page_size for b, p in enumerate(positions)]
-        pages = [-(-n // page_size) for n in prefix_lens]
-        empty = torch.zeros(0, dtype=torch.int64)
-        return cls(
-            cu_seqlens_q=_cumulative(query_lens).to(device),
-            max_seqlen_q=max(query_lens, default=0),
-            slot_mapping=torch.cat([*slots, empty]).to(device),
-            positions=torch.cat([*positions, empty]).to(device),
-            kv_indptr=_cumulative(pages).to(device),
-            kv_indices=torch.cat([*(table[b, :n] for b, n in enumerate(pages)), empty.int()]).to(device),
-            kv_last_page_lens=torch.tensor([(n - 1) % page_size + 1 if n else 0 for n in prefix_lens]).int().to(device),
-            chunks=_prefix_chunks(prefix_lens, page_size, chunk_tokens, device),
-            backend=select(config, device, dtype, backend=backend).name,
-        )
-
-
-def _cumulative(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).int()
-
-
-def _prefix_chunks(
-    prefix_lens: Sequence[int], page_size: int, chunk_tokens: int, device: torch.device
-) -> tuple[PrefillChunk, ...]:
-    cached = sum(1 for n in prefix_lens if n)
-    if not cached:
-        return ()
-    width = max(chunk_tokens // cached // page_size * page_size, page_size)
-    chunks = []
-    for start in range(0, max(prefix_lens), width):
-        lengths = [max(0, min(n - start, width)) for n in prefix_lens]
-        starts = torch.full((len(prefix_lens),), start, dtype=torch.int32, device=device)
-        chunks.append(PrefillChunk(_cumulative(lengths).to(device), starts, sum(lengths), max(lengths)))
-    return tuple(chunks)
-
-
-def _check_prefill(
-    query_lens: Sequence[int], prefix_lens: Sequence[int], block_table: Tensor, page_size: int, chunk_tokens: int
-) -> None:
-    if block_table.dtype != torch.int32:
-        raise TypeError(f"block_table must be int32, got {block_table.dtype}; convert it with .to(torch.int32)")
-    for name, value in (("page_size", page_size), ("chunk_tokens", chunk_tokens)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if block_table.dim() != 2 or not len(query_lens) == len(prefix_lens) == block_table.shape[0]:
-        raise ValueError(
-            f"query_lens ({len(query_lens)}), prefix_lens ({len(prefix_lens)}) and block_table's rows "
-            f"{tuple(block_table.shape)} must be of the same requests"
-        )
-    room = block_table.shape[1] * page_size
-    for b, (new, cached) in enumerate(zip(query_lens, prefix_lens, strict=True)):
-        if new < 0 or cached < 0:
-            raise ValueError(f"lengths must not be negative, got query_lens[{b}]={new}, prefix_lens[{b}]={cached}")
-        if new + cached > room:
-            raise ValueError(f"request {b} has {new + cached} rows and block_table has pages for {room}")

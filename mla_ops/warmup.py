@@ -29,6 +29,7 @@ from capture import (
 )
 from mla_ops.backends.select import Choice, select
 from mla_ops.config import PRESETS, MLAConfig
+from mla_ops.integrations.aiter_units import aiter_fields, aiter_units
 from mla_ops.kv_cache import PagedLatentCache
 from mla_ops.module import DeepseekMLA, compile_layers
 from mla_ops.ops import op_fingerprint
@@ -82,6 +83,7 @@ class DecodeStep:
             page_size=options.page_size,
             device=device,
             dtype=dtype,
+            kv_dtype=_dtype("kv_dtype", options.kv_dtype or options.dtype),
             backend=options.backend,
         )
         self.pages_per_request = min(_VERIFY_PAGES, self.plan.max_pages)
@@ -207,7 +209,7 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
     kv_dtype = _dtype("kv_dtype", options.kv_dtype or options.dtype)
     if options.target:
         return _ahead(str(model), config, options, dtype, kv_dtype)
-    choice = select(config, device, dtype, backend=options.backend)
+    choice = select(*(config, device, dtype), backend=options.backend, query_len=options.query_len, kv_dtype=kv_dtype)
     not_compiled = "" if options.compile else "; the block is not compiled, as asked for"
     not_compiled = not_compiled or _compiler_missing(device)
     sizes = ",".join(map(str, sorted(options.batch_sizes)))
@@ -252,7 +254,9 @@ def _ahead(
 
 def _kernel_units(
     config: MLAConfig, options: BuildOptions, choice: Choice, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> Iterator[KernelBuildUnit]:
+) -> Iterator[Unit]:
+    if choice.name == "aiter":
+        yield from aiter_units(options.device, config.num_heads, options.query_len, options.page_size)
     if choice.name != "triton" or not (options.target or torch.device(options.device).type == "cuda"):
         return
     from mla_ops.backends.triton import variants
@@ -286,6 +290,7 @@ def _fields(
     config: MLAConfig, options: BuildOptions, choice: Choice, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> dict[str, Any]:
     return {
+        **(aiter_fields(options.device) if choice.name == "aiter" else {}),
         "op_schemas": op_fingerprint(),
         "sources": _source_hash(),
         "config": config.to_dict(),

@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from mla_ops.config import MLAConfig
 from mla_ops.errors import BackendUnavailableError
 
-__all__ = ["BACKENDS", "Choice", "select"]
+__all__ = ["BACKENDS", "Choice", "Op", "select"]
 
-BACKENDS = ("reference", "triton")
+BACKENDS = ("aiter", "reference", "triton")
+
+Op = Literal["decode", "prefill", "cache"]
+"""What is to be served: attention in one form or the other, or only reads and writes of the cache."""
 
 
 @dataclass(frozen=True)
@@ -24,16 +28,42 @@ class Choice:
     reason: str
 
 
+@dataclass(frozen=True)
+class _Request:
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    op: Op
+    num_heads: int
+    widths: tuple[int, int]
+    query_len: int
+
+
 def select(
-    config: MLAConfig | None, device: torch.device | str, dtype: torch.dtype, *, backend: str = "auto"
+    config: MLAConfig | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    backend: str = "auto",
+    op: Op = "decode",
+    num_heads: int | None = None,
+    widths: tuple[int, int] | None = None,
+    query_len: int = 1,
+    kv_dtype: torch.dtype | None = None,
 ) -> Choice:
     """Choose a backend.
 
     Args:
-        config: the dimensions, or ``None`` where only the device and dtype are known.
+        config: the dimensions, or ``None`` where ``num_heads`` and ``widths`` say them.
         device: where the tensors are.
         dtype: of the queries.
         backend: ``"auto"``, or the name of one, which then serves or raises: nothing falls back silently.
+        op: what it is to serve.
+        num_heads: the config's where ``None``.
+        widths: ``(latent_dim, kv_lora_rank)`` for decode, ``(qk_head_dim, v_head_dim)`` for prefill; the config's
+            where ``None``.
+        query_len: query tokens of each request in decode.
+        kv_dtype: of the cache; ``dtype`` where ``None``.
 
     Raises:
         BackendUnavailableError: the backend that was asked for cannot serve; says why and what would work.
@@ -48,12 +78,56 @@ def select(
         return Choice("reference", "asked for")
     if backend == "auto" and device.type == "cpu":
         return Choice("reference", "the device is a CPU")
+    before = ""
+    if backend == "aiter" or (backend == "auto" and torch.version.hip is not None):
+        if config is not None:
+            decode, prefill = (config.latent_dim, config.kv_lora_rank), (config.qk_head_dim, config.v_head_dim)
+            num_heads, widths = num_heads or config.num_heads, widths or (prefill if op == "prefill" else decode)
+        elif widths is None:
+            op = "cache"
+        request = _Request(device, dtype, kv_dtype or dtype, op, num_heads or 1, widths or (0, 0), query_len)
+        try:
+            return Choice("aiter", _aiter_reason(request))
+        except BackendUnavailableError as error:
+            if backend == "aiter":
+                raise
+            before = f"AITER does not serve this ({error.reason}); "
     refusal = _triton_refusal(config, device, dtype)
     if refusal is None:
-        return Choice("triton", "asked for" if backend == "triton" else f"its kernels serve {dtype} on {device.type}")
+        served = "asked for" if backend == "triton" else f"its kernels serve {dtype} on {device.type}"
+        return Choice("triton", before + served)
     if backend == "triton":
         raise BackendUnavailableError("triton", refusal, 'use backend="reference"')
-    return Choice("reference", f"the triton backend cannot serve: {refusal}")
+    return Choice("reference", f"{before}the triton backend cannot serve: {refusal}")
+
+
+def _aiter_reason(request: _Request) -> str:
+    """Why AITER serves the request.
+
+    Raises:
+        BackendUnavailableError: it does not.
+    """
+    from mla_ops.backends import aiter
+
+    where = aiter.describe(request.device)
+    if request.op == "cache":
+        return where
+    if request.op == "prefill":
+        qk_head_dim, v_head_dim = request.widths
+        aiter.check_prefill(request.device, qk_head_dim=qk_head_dim, v_head_dim=v_head_dim, dtype=request.dtype)
+        return f"{where}, flash_attn_varlen_func"
+    latent_dim, kv_lora_rank = request.widths
+    row = aiter.decode_row(
+        request.device,
+        num_heads=request.num_heads,
+        query_len=request.query_len,
+        latent_dim=latent_dim,
+        kv_lora_rank=kv_lora_rank,
+        dtype=request.dtype,
+        kv_dtype=request.kv_dtype,
+    )
+    padded = f", {request.num_heads} heads padded to {row.num_heads}" if row.num_heads != request.num_heads else ""
+    return f"{where}, {row.code_object}{padded}"
 
 
 def _triton_refusal(config: MLAConfig | None, device: torch.device, dtype: torch.dtype) -> str | None:

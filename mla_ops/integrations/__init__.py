@@ -1,0 +1,1 @@
+"""Where this package meets others."""

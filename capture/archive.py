@@ -19,9 +19,9 @@ from capture.errors import BundleError, CacheCorruptError
 from capture.manifest import PAYLOAD, FileRecord, Manifest
 from capture.relocate import is_group, portable
 
-__all__ = ["MANIFEST_NAME", "read_archive", "write_archive"]
+__all__ = ["read_archive", "write_archive"]
 
-MANIFEST_NAME = "manifest.json"
+_MANIFEST = "manifest.json"
 _LEVEL = 9
 _CHUNK = 2**20
 _LARGEST_MANIFEST = 64 * 2**20
@@ -42,7 +42,7 @@ def write_archive(directory: Path, manifest: Manifest, target: IO[bytes]) -> Non
         tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as tar,
     ):
         rendered = manifest.render()
-        tar.addfile(_member(MANIFEST_NAME, len(rendered)), io.BytesIO(rendered))
+        tar.addfile(_member(_MANIFEST, len(rendered)), io.BytesIO(rendered))
         for path, record in sorted(manifest.files.items()):
             with _opened(directory / path) as file:
                 content = _Hashed(file)
@@ -79,7 +79,7 @@ def read_archive(source: IO[bytes], target: Path, max_bytes: int) -> Manifest:
 
 
 def _read_manifest(tar: tarfile.TarFile, reader: _Limited) -> Manifest:
-    member = _next(tar, reader, MANIFEST_NAME)
+    member = _next(tar, reader, _MANIFEST)
     if member.size > _LARGEST_MANIFEST:
         raise BundleError(f"its manifest is of {member.size} bytes, more than {_LARGEST_MANIFEST}")
     reader.allow(member.size)

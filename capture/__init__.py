@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from capture.buffers import BatchDim
     from capture.compile_sources import CompileEvent
     from capture.errors import (
+        BundleError,
         CacheAccessError,
         CacheCorruptError,
         CacheError,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         BuildOptions,
         CompiledFunctionUnit,
         GraphCaptureUnit,
+        KernelBuildUnit,
         Unit,
         UnitResult,
         VerifyUnit,
@@ -60,6 +62,7 @@ __all__ = [
     "BatchDim",
     "BucketResult",
     "BuildOptions",
+    "BundleError",
     "CacheAccessError",
     "CacheCorruptError",
     "CacheError",
@@ -78,6 +81,7 @@ __all__ = [
     "GraphCaptureUnit",
     "GraphRunner",
     "InputMismatchError",
+    "KernelBuildUnit",
     "Memory",
     "NotCapturedError",
     "PaddingWaste",
@@ -105,6 +109,7 @@ _MODULE_OF = {
     "BatchDim": "buffers",
     "BucketResult": "verify",
     "BuildOptions": "warmup",
+    "BundleError": "errors",
     "CacheAccessError": "errors",
     "CacheCorruptError": "errors",
     "CacheError": "errors",
@@ -123,6 +128,7 @@ _MODULE_OF = {
     "GraphCaptureUnit": "warmup",
     "GraphRunner": "runner",
     "InputMismatchError": "errors",
+    "KernelBuildUnit": "warmup",
     "Memory": "memory",
     "NotCapturedError": "errors",
     "PaddingWaste": "buckets",

@@ -7,6 +7,7 @@ CaptureError
 ├── CompileForbiddenError  something was compiled under no_compile(); carries the event
 ├── VerificationError      a captured graph does not give what eager gives; carries the report
 └── CacheError             the warm-up cache
+    ├── BundleError        a bundle is not what its digest, its manifest or this machine says
     ├── CacheCorruptError  a file of the cache is not what its manifest says
     ├── CacheLockTimeout   another process kept the cache's lock for too long
     └── CacheAccessError   the directory cannot be used: owner, mode, read-only, no space
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from capture.verify import VerifyReport
 
 __all__ = [
+    "BundleError",
     "CacheAccessError",
     "CacheCorruptError",
     "CacheError",
@@ -113,6 +115,10 @@ class VerificationError(CaptureError):
 
 class CacheError(CaptureError):
     """Base of what can go wrong with the warm-up cache."""
+
+
+class BundleError(CacheError):
+    """A bundle is refused: another digest, another machine, too large, or not what a bundle is."""
 
 
 class CacheCorruptError(CacheError):

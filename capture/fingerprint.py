@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ABSENT", "ENVIRONMENT_SWITCHES", "JSON", "Fingerprint", "environment_fields"]
+__all__ = ["ABSENT", "ENVIRONMENT_SWITCHES", "JSON", "Fingerprint", "environment_fields", "target_fields"]
 
 JSON: TypeAlias = Union[bool, int, float, str, Sequence["JSON"], Mapping[str, "JSON"], None]  # noqa: UP007
 
@@ -139,6 +139,18 @@ def environment_fields(device: str | torch.device) -> dict[str, JSON]:
     fields |= _device_fields(torch.device(device))
     fields |= {f"env.{name}": os.environ[name] for name in ENVIRONMENT_SWITCHES if name in os.environ}
     return fields
+
+
+def target_fields(arch: str) -> dict[str, JSON]:
+    """The fields of kernels that were built for ``arch`` without a device of that kind.
+
+    Less than :func:`environment_fields`, because the machine that builds cannot know the rest: such kernels carry
+    what they depend on in records of their own, see :mod:`capture.kernels`.
+
+    Args:
+        arch: ``sm_90``, ``gfx942`` or all of a ``gcnArchName``.
+    """
+    return {"target": arch.split(":")[0], "triton": _version_of(_TRITON_DISTRIBUTIONS)}
 
 
 def _device_fields(device: torch.device) -> dict[str, JSON]:

@@ -34,8 +34,7 @@ def entries(root: Path) -> list[CachedEntry]:
     """The directories of a cache, the most lately built first."""
     if not root.is_dir():
         return []
-    found = [_entry(path) for path in root.iterdir() if re.fullmatch(r"[0-9a-f]{20}", path.name) and path.is_dir()]
-    return sorted(found, key=lambda entry: (entry.age, entry.path))
+    return _matching(root, r"[0-9a-f]{20}")
 
 
 def clean(
@@ -46,7 +45,7 @@ def clean(
     all: bool = False,
     dry_run: bool = False,
 ) -> list[CachedEntry]:
-    """Remove entries of a cache. One that a process is building stays.
+    """Remove entries of a cache, and what killed processes left of them. One that a process is building stays.
 
     Args:
         older_than: remove what was built more than so many seconds ago.
@@ -59,7 +58,7 @@ def clean(
     Raises:
         CacheAccessError: ``root`` is not the caller's own; see :func:`capture.store.check_access`.
     """
-    present = entries(root)
+    present = _matching(root, r"([0-9a-f]{20}|incoming-[0-9a-f]{20})") if root.is_dir() else []
     if not present:
         return []
     check_access(root)
@@ -73,6 +72,11 @@ def clean(
             total -= entry.bytes
             chosen.append(entry)
     return chosen if dry_run else [entry for entry in chosen if _remove(root, entry.path)]
+
+
+def _matching(root: Path, pattern: str) -> list[CachedEntry]:
+    found = [_entry(path) for path in root.iterdir() if re.fullmatch(pattern, path.name) and path.is_dir()]
+    return sorted(found, key=lambda entry: (entry.age, entry.path))
 
 
 def _remove(root: Path, path: Path) -> bool:

@@ -1,20 +1,29 @@
-"""One builder per cache directory: a file lock whose wait is bounded and visible."""
+"""One builder per cache directory: a file lock whose wait is bounded and visible.
+
+Locks are flock's, which some network file systems lack or only pretend to have: both are noticed and said.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from capture.errors import CacheAccessError, CacheLockTimeout
 
-__all__ = ["BuildLock"]
+__all__ = ["BuildLock", "rank_of_process"]
+
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 class BuildLock:
@@ -41,7 +50,8 @@ class BuildLock:
         outermost = self._lock.lock_counter == 1
         try:
             if outermost:
-                self._owner_path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+                self._check_that_it_excludes(say)
+                self._owner_path.write_text(json.dumps(_this_process()))
             yield
         finally:
             if outermost:
@@ -54,10 +64,14 @@ class BuildLock:
         patience = 0.0
         while True:
             try:
-                self._lock.acquire(timeout=patience)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="flock not supported")  # the check after it is ours
+                    self._lock.acquire(timeout=patience)
                 return
             except Timeout:
                 pass
+            except NotImplementedError as error:
+                raise self._no_locks() from error
             except OSError as error:
                 raise CacheAccessError(
                     f"cannot lock {self._path} ({error.strerror or error}); something has to be built or set "
@@ -73,6 +87,28 @@ class BuildLock:
             say(f"waiting for {self._holder()} on {self._path} ({waited:.0f} s of at most {timeout:.0f} s)")
             patience = min(interval, timeout - waited)
 
+    def _check_that_it_excludes(self, say: Callable[[str], None]) -> None:
+        """The lock is held: a second holder must be kept out, by flock and not by what stands in for it."""
+        descriptor = os.open(self._path, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise self._no_locks() from error
+        else:
+            say(
+                f"the file system of {self._path} gives one lock to two holders: processes may build the same thing at "
+                "once; use a local directory, and `mla-warmup pull` to fill it"
+            )
+        finally:
+            os.close(descriptor)
+
+    def _no_locks(self) -> CacheAccessError:
+        return CacheAccessError(
+            f"the file system of {self._path} has no file locks (flock); choose a local directory with --cache-dir, "
+            "$MLA_WARMUP_CACHE or WarmupManager(cache_dir=...), and `mla-warmup pull` to fill it"
+        )
+
     def _owner(self) -> dict[str, object]:
         with suppress(OSError, ValueError):
             owner = json.loads(self._owner_path.read_text())
@@ -84,4 +120,14 @@ class BuildLock:
         owner = self._owner()
         if not owner:
             return "another process"
-        return f"pid {owner.get('pid')} of host {owner.get('host')}"
+        rank = f"rank {owner['rank']}, " if owner.get("rank") is not None else ""
+        return f"{rank}pid {owner.get('pid')} of host {owner.get('host')}"
+
+
+def _this_process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname(), "rank": rank_of_process()}
+
+
+def rank_of_process() -> str | None:
+    """The rank that a launcher (torchrun, Slurm, Open MPI) gave this process, for messages only."""
+    return next((os.environ[name] for name in _RANKS if os.environ.get(name)), None)

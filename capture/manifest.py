@@ -14,7 +14,10 @@ from pathlib import Path
 from capture.errors import CacheCorruptError
 from capture.fingerprint import JSON
 
-__all__ = ["FileRecord", "Manifest", "UnitRecord", "fsync_directories", "write_durably"]
+__all__ = ["PAYLOAD", "FileRecord", "Manifest", "UnitRecord", "fsync_directories", "write_durably"]
+
+PAYLOAD = ("inductor", "triton", "aiter", "packages")
+"""The directories of an entry that hold files of units."""
 
 _SCHEMA = 1
 

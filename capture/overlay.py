@@ -11,10 +11,11 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from capture.errors import CacheAccessError
+from capture.relocate import located
 
 __all__ = ["make_overlay", "needs_overlay"]
 
@@ -24,8 +25,10 @@ def needs_overlay(directories: Iterable[Path]) -> bool:
     return any(directory.exists() and not os.access(directory, os.W_OK) for directory in directories)
 
 
-def make_overlay(directory: Path, files: Iterable[str]) -> Path:
+def make_overlay(directory: Path, files: Iterable[str], moved: Collection[str] = ()) -> Path:
     """A new directory with links to ``files`` (relative to ``directory``), removed when this process exits.
+
+    Those of ``moved`` (see :mod:`capture.relocate`) are copies that name files in ``directory``.
 
     Raises:
         CacheAccessError: the temporary directory cannot be written either.
@@ -36,7 +39,10 @@ def make_overlay(directory: Path, files: Iterable[str]) -> Path:
         for file in files:
             link = overlay / file
             link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(directory / file)
+            if file in moved:
+                link.write_bytes(located((directory / file).read_bytes(), (directory / file).parent))
+            else:
+                link.symlink_to(directory / file)
     except OSError as error:
         raise CacheAccessError(
             f"{directory} is read-only, and so is the temporary directory ({error}); compilers need a place "

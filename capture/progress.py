@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, TextIO
 
+from capture.lock import rank_of_process
+
 __all__ = ["Heartbeat", "Progress", "ProgressEvent", "line_progress", "rich_progress"]
 
 
@@ -101,14 +103,16 @@ class Heartbeat:
 
 
 def line_progress(stream: TextIO | None = None) -> Progress:
-    """A line on ``stream`` (default: stderr) for every event but the start of a unit."""
+    """A line on ``stream`` (default: stderr) for every event but the start of a unit; names the process's rank."""
+    rank = rank_of_process()
+    who = "mla-warmup" if rank is None else f"mla-warmup rank {rank}"
 
     def show(event: ProgressEvent) -> None:
         if event.kind == "unit":
             return
         target = stream or sys.stderr
         still = "still at " if event.kind == "heartbeat" else ""
-        print(f"mla-warmup [{event.seconds:6.1f} s] {still}{event.text}", file=target, flush=True)
+        print(f"{who} [{event.seconds:6.1f} s] {still}{event.text}", file=target, flush=True)
 
     return show
 
@@ -117,9 +121,10 @@ def line_progress(stream: TextIO | None = None) -> Progress:
 def rich_progress() -> Iterator[Callable[[ProgressEvent], None]]:
     """A bar on stderr; messages scroll above it."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    text = TextColumn("{task.description}", markup=False)
+    columns = (BarColumn(bar_width=24), text, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
 

@@ -16,6 +16,7 @@ __all__ = [
     "PHASES",
     "BucketRow",
     "PhaseRow",
+    "SpanRow",
     "UnitRow",
     "WarmupReport",
     "render_side_by_side",
@@ -37,6 +38,15 @@ class PhaseRow:
 
 
 @dataclass(frozen=True)
+class SpanRow:
+    """One stretch of a phase, in seconds since the process began; a phase may have several."""
+
+    name: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class UnitRow:
     """What became of one unit.
 
@@ -45,7 +55,10 @@ class UnitRow:
             ``skipped`` (a unit that it needs failed).
         seconds: building or loading it.
         bytes: of its files in the cache.
-        reason: why it failed, was skipped, or was built although the cache had it; else "".
+        reason: why it failed, was skipped, or was built although the cache had it; where its files came from, if
+            they were only put into place; else "".
+        start: seconds since the process began.
+        phase: where its time was counted.
     """
 
     kind: str
@@ -54,6 +67,8 @@ class UnitRow:
     seconds: float
     bytes: int
     reason: str = ""
+    start: float = 0.0
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,7 @@ class WarmupReport:
         notes: what a user should know, one sentence each.
         quarantined: files that were set aside, with the reason.
         environment: the cache variables that this process ran under.
+        spans: when the phases ran.
     """
 
     fingerprint: Fingerprint
@@ -92,6 +108,7 @@ class WarmupReport:
     notes: tuple[str, ...] = ()
     quarantined: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    spans: tuple[SpanRow, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -114,6 +131,7 @@ class WarmupReport:
             "notes": list(self.notes),
             "quarantined": list(self.quarantined),
             "environment": dict(self.environment),
+            "spans": [asdict(span) for span in self.spans],
         }
 
     @classmethod
@@ -139,6 +157,7 @@ class WarmupReport:
                 notes=tuple(raw.get("notes", ())),
                 quarantined=tuple(raw.get("quarantined", ())),
                 environment=raw.get("environment", {}),
+                spans=tuple(SpanRow(**_known(SpanRow, row)) for row in raw.get("spans", ())),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a warm-up report: {type(error).__name__} {error}") from None

@@ -16,7 +16,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ import platformdirs
 from capture.errors import CacheAccessError, CacheCorruptError
 from capture.fingerprint import Fingerprint
 from capture.lock import BuildLock
-from capture.manifest import FileRecord, Manifest, UnitRecord, fsync_directories, write_durably
+from capture.manifest import PAYLOAD, FileRecord, Manifest, UnitRecord, fsync_directories, write_durably
 from capture.overlay import make_overlay, needs_overlay
+from capture.relocate import is_group, located, portable
 
 __all__ = ["CacheCheck", "CacheStore", "cache_root", "check_access"]
 
-_PAYLOAD = ("inductor", "triton", "aiter", "packages")
 _VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -83,12 +83,14 @@ class CacheCheck:
         damaged: relative path -> what is wrong with it ("missing", "size ...", "sha256 ...").
         intact: keys of the units whose files are all as the manifest says.
         broken: keys of the units that lost a file.
+        moved: sound files that hold paths of another directory; see :mod:`capture.relocate`.
     """
 
     manifest: Manifest
     damaged: Mapping[str, str]
     intact: frozenset[str]
     broken: frozenset[str]
+    moved: frozenset[str] = frozenset()
 
     def state_of(self, key: str) -> str:
         """``hit``, ``damaged`` or ``missing``."""
@@ -106,6 +108,24 @@ class CacheStore:
         self._lock = BuildLock(root / f"{fingerprint.digest}.lock")
         self._seen: dict[str, tuple[int, int, int]] = {}
 
+    @classmethod
+    def of(cls, directory: Path) -> CacheStore:
+        """The store whose directory this is; its fingerprint comes from its manifest.
+
+        Raises:
+            CacheAccessError: as :func:`check_access`.
+            CacheCorruptError: the manifest is not there or not sound, or is of another fingerprint.
+        """
+        check_access(directory)
+        try:
+            manifest = Manifest.parse((directory / _MANIFEST).read_bytes())
+        except OSError as error:
+            raise CacheCorruptError(f"{directory} has no manifest ({error.strerror}); build it first") from None
+        store = cls(directory.parent, Fingerprint(manifest.fields))
+        if store.directory != directory:
+            raise CacheCorruptError(f"{directory} has the manifest of {store.directory.name}; it was renamed")
+        return store
+
     def prepare(self) -> None:
         """Make the directories (mode 0700) unless they are there, and check who owns them.
 
@@ -113,7 +133,7 @@ class CacheStore:
             CacheAccessError: as :func:`check_access`, or the directory cannot be made.
         """
         try:
-            for directory in (self.root, self.directory, *(self.directory / name for name in _PAYLOAD)):
+            for directory in (self.root, self.directory, *(self.directory / name for name in PAYLOAD)):
                 if not directory.is_dir():
                     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -148,7 +168,8 @@ class CacheStore:
             verdicts = pool.map(self._examine, manifest.files, manifest.files.values())
             damaged = {path: verdict for path, verdict in zip(manifest.files, verdicts, strict=True) if verdict}
         broken = {key for key, unit in manifest.units.items() if not damaged.keys().isdisjoint(unit.files)}
-        return CacheCheck(manifest, damaged, frozenset(manifest.units.keys() - broken), frozenset(broken))
+        moved = frozenset(path for path in manifest.files.keys() - damaged.keys() if self._is_moved(path))
+        return CacheCheck(manifest, damaged, frozenset(manifest.units.keys() - broken), frozenset(broken), moved)
 
     def hold(self, timeout: float, say: Callable[[str], None]) -> AbstractContextManager[None]:
         """The lock under which :meth:`repair`, :meth:`record` and builds happen; see :class:`BuildLock`."""
@@ -187,12 +208,45 @@ class CacheStore:
         changed = [path for path, status in self._scan() if adopt and self._is_new(path, status, manifest)]
         records = {path: record for path in changed if (record := self._measure(path))}
         manifest.files.update(records)
-        before = manifest.units.get(key)
-        files = tuple(sorted({*records, *(before.files if before else ())}))
+        before = manifest.units.pop(key, None)
+        kept = {path for path in (before.files if before else ()) if (self.directory / path).exists()}
+        shared = {path for unit in manifest.units.values() for path in unit.files}
+        for path in set(before.files if before else ()) - kept - shared:
+            del manifest.files[path]  # its program removed it
+        files = tuple(sorted({*records, *kept}))
         size = sum(manifest.files[path].size for path in files)
         manifest.units[key] = UnitRecord(kind, round(seconds, 6), size, files)
         self._write(manifest)
         return manifest.units[key]
+
+    def adopt(self, source: Path, manifest: Manifest) -> list[str]:
+        """Take from ``source`` the files of the units that are not whole here; under the lock.
+
+        Args:
+            source: a directory on the same file system with every file of ``manifest``, durable and checked.
+
+        Returns:
+            the keys of those units.
+        """
+        check = self.check()
+        self.repair(check)
+        ours = self._read()
+        taken = [key for key in manifest.units if key not in check.intact]
+        for path in sorted({path for key in taken for path in manifest.units[key].files} - ours.files.keys()):
+            target = self.directory / path
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.replace(source / path, target)
+            fsync_directories([target.parent])
+            ours.files[path] = manifest.files[path]
+        ours.units |= {key: manifest.units[key] for key in taken}
+        self._write(ours)
+        self._relocate(self.check().moved)
+        return taken
+
+    @property
+    def place(self) -> Path:
+        """Where programs find the files: the directory, or its overlay."""
+        return self._place
 
     def environment(self) -> dict[str, str]:
         """The variables that point torch, Triton and AITER at this directory, or at its overlay."""
@@ -207,9 +261,11 @@ class CacheStore:
             CacheAccessError: neither can be written.
         """
         notes = []
-        if needs_overlay(self.directory / name for name in _PAYLOAD):
-            self._place = make_overlay(self.directory, check.manifest.files.keys() - check.damaged.keys())
+        if needs_overlay(self.directory / name for name in PAYLOAD):
+            self._place = make_overlay(self.directory, check.manifest.files.keys() - check.damaged.keys(), check.moved)
             notes.append(f"{self.directory} is read-only; what compilers write goes to {self._place} and is not kept")
+        else:
+            self._relocate(check.moved)
         for variable, value in self.environment().items():
             current = os.environ.get(variable)
             if current is None or current == _applied.get(variable) or Path(current).is_relative_to(self.root):
@@ -220,6 +276,19 @@ class CacheStore:
             else:
                 notes.append(f"{variable}={current} was set already and stays: its files are neither kept nor checked")
         return notes
+
+    def _is_moved(self, path: str) -> bool:
+        if not is_group(path):
+            return False
+        data = (self.directory / path).read_bytes()
+        return data != located(data, (self.directory / path).parent)
+
+    def _relocate(self, moved: Iterable[str]) -> None:
+        """Needs no lock: each file is replaced at once, and every process writes the same."""
+        for path in moved:
+            file = self.directory / path
+            write_durably(file, located(file.read_bytes(), file.parent))
+            self._seen[path] = _identity(file.lstat())
 
     def _check_access(self) -> None:
         check_access(self.root)
@@ -244,8 +313,9 @@ class CacheStore:
             status = (self.directory / path).lstat()
             if not stat.S_ISREG(status.st_mode):
                 return "not a regular file"
-            if status.st_size != record.size:
-                return f"size {status.st_size}, not {record.size}"
+            size = len(self._portable(path)) if is_group(path) else status.st_size
+            if size != record.size:
+                return f"size {size}, not {record.size}"
             if self._seen.get(path) != _identity(status) and self._sha256(path) != record.sha256:
                 return f"sha256 differs from {record.sha256[:12]}..."
         except FileNotFoundError:
@@ -255,7 +325,12 @@ class CacheStore:
         self._seen[path] = _identity(status)
         return ""
 
+    def _portable(self, path: str) -> bytes:
+        return portable((self.directory / path).read_bytes())
+
     def _sha256(self, path: str) -> str:
+        if is_group(path):
+            return hashlib.sha256(self._portable(path)).hexdigest()
         with open(self.directory / path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -265,16 +340,17 @@ class CacheStore:
             with open(self.directory / path, "rb") as file:
                 os.fsync(file.fileno())
                 status = os.fstat(file.fileno())
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            size = len(self._portable(path)) if is_group(path) else status.st_size
+            digest = self._sha256(path)
         except FileNotFoundError:
             return None
         fsync_directories([(self.directory / path).parent])
         self._seen[path] = _identity(status)
-        return FileRecord(status.st_size, digest)
+        return FileRecord(size, digest)
 
     def _scan(self) -> Iterator[tuple[str, os.stat_result]]:
         """Every payload file, lock files aside: those may be in use, and carry nothing."""
-        for name in _PAYLOAD:
+        for name in PAYLOAD:
             for parent, directories, files in os.walk(self.directory / name):
                 directories[:] = [directory for directory in directories if directory != "locks"]
                 for file in files:

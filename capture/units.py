@@ -41,6 +41,7 @@ class BuildOptions:
         layers: how many layers to build; None: all of them.
         max_seq_len: longest sequence, in tokens.
         compile: whether blocks are compiled; without, a step is captured as its ops are, and no compiler is imported.
+        target: build kernels for this architecture (``sm_90``, ``gfx942``), whatever is in this machine.
     """
 
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -54,6 +55,7 @@ class BuildOptions:
     layers: int | None = None
     max_seq_len: int = 8192
     compile: bool = True
+    target: str | None = None
 
     def __post_init__(self) -> None:
         numbers = {"query_len": self.query_len, "page_size": self.page_size, "tp": self.tp}
@@ -72,10 +74,12 @@ class UnitResult:
     Attributes:
         buckets: the graphs that it captured.
         verified: ``(runner, batch_size)`` of the graphs that it proved right.
+        origin: where its files came from, if this process only put them into place.
     """
 
     buckets: tuple[BucketRow, ...] = ()
     verified: tuple[tuple[str, int], ...] = ()
+    origin: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +192,7 @@ class WarmupSpec:
         fields: what the cached files depend on besides the environment: model dimensions, dtypes, op schemas.
         setup: makes modules and loads weights; its result is what units get as ``resources``.
         units: all of the work.
+        target: the units build for this architecture and run nothing: their files are another machine's.
         cache_key_tag: appended to ``torch.compiler.config.cache_key_tag``, for what torch's own keys miss.
 
     Raises:
@@ -200,6 +205,7 @@ class WarmupSpec:
     fields: Mapping[str, JSON]
     setup: Callable[[], Any]
     units: tuple[Unit, ...]
+    target: str | None = None
     cache_key_tag: str | None = None
 
     def __post_init__(self) -> None:

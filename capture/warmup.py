@@ -14,10 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from capture.fingerprint import Fingerprint, environment_fields
+from capture.filesystem import describe_filesystem
+from capture.fingerprint import Fingerprint, environment_fields, target_fields
 from capture.guard import CompileWatch, install_from_environment
+from capture.kernels import KernelBuildUnit, prebuilt_kernels
+from capture.process import builds_in_process, import_seconds, make_context
 from capture.progress import Heartbeat, Progress, line_progress, rich_progress
-from capture.report import PHASES, BucketRow, PhaseRow, UnitRow, WarmupReport
+from capture.report import PHASES, BucketRow, PhaseRow, SpanRow, UnitRow, WarmupReport
 from capture.store import CacheCheck, CacheStore, cache_root
 from capture.units import (
     BuildOptions,
@@ -33,6 +36,7 @@ __all__ = [
     "BuildOptions",
     "CompiledFunctionUnit",
     "GraphCaptureUnit",
+    "KernelBuildUnit",
     "PlannedUnit",
     "Unit",
     "UnitResult",
@@ -43,15 +47,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-_IMPORTED = time.monotonic()
-_first_run = True
 _RECORD_PATIENCE = 5.0
-_CACHE_SWITCHES = {
-    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
-    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
-    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
-    "TRITON_ALWAYS_COMPILE": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -68,12 +64,14 @@ class WarmupPlan:
 
     Attributes:
         damaged: relative path -> what is wrong with it.
+        ahead: where kernels are that were built for this device by a machine without it (``build --target``).
     """
 
     spec: WarmupSpec
     store: CacheStore
     units: tuple[PlannedUnit, ...]
     damaged: Mapping[str, str]
+    ahead: CacheStore | None = None
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -113,14 +111,18 @@ class WarmupManager:
             ValueError: a field of ``spec`` has the name of an environment field.
             CacheAccessError: the cache is not the caller's own; see :func:`capture.store.check_access`.
         """
-        environment = environment_fields(spec.device)
+        environment = target_fields(spec.target) if spec.target else environment_fields(spec.device)
         if clash := environment.keys() & spec.fields.keys():
             raise ValueError(f"spec.fields has {sorted(clash)}, which are environment fields; rename them")
         fingerprint = Fingerprint({**environment, **spec.fields})
         store = CacheStore(self.root, fingerprint)
         check = store.check()
         units = tuple(PlannedUnit(unit, check.state_of(unit.key)) for unit in spec.ordered())
-        return WarmupPlan(spec, store, units, check.damaged)
+        ahead = None
+        if not spec.target:
+            built_ahead = Fingerprint({**target_fields(str(environment["arch"])), **spec.fields})
+            ahead = CacheStore(self.root, built_ahead)
+        return WarmupPlan(spec, store, units, check.damaged, ahead)
 
     def run(self, plan: WarmupPlan, progress: bool | Progress = True) -> WarmupReport:
         """Do the plan. Units that fail are in the report; the others go on.
@@ -154,12 +156,14 @@ class _Run:
     def __init__(self, plan: WarmupPlan, beat: Heartbeat, lock_timeout: float) -> None:
         self._spec = plan.spec
         self._store = plan.store
+        self._ahead = plan.ahead
         self._beat = beat
         self._lock_timeout = lock_timeout
-        self._begun = time.monotonic()
-        self._import_seconds = _import_seconds()
+        imported = import_seconds()
+        self._origin = time.monotonic() - imported
+        self._spans = [SpanRow("import", 0.0, round(imported, 4))] if imported else []
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._seconds["import"] = self._import_seconds
+        self._seconds["import"] = imported
         self._notes: list[str] = []
         self._quarantined: list[str] = []
         self._rows: dict[str, UnitRow] = {}
@@ -168,12 +172,13 @@ class _Run:
 
     def execute(self) -> None:
         units = self._spec.ordered()
-        with _builds_in_process() as notes:
-            self._notes += notes
+        with ExitStack() as stack:
+            self._notes += stack.enter_context(builds_in_process())
             with self._phase("kernels"):
                 check = self._open()
+                stack.enter_context(prebuilt_kernels(self._kernels_built_ahead(check)))
             with self._phase("context"):
-                _make_context(self._spec.device)
+                make_context(self._spec.device)
             with self._phase("weights"):
                 self._tag_torch_keys()
                 resources = self._spec.setup()
@@ -188,6 +193,8 @@ class _Run:
     def _open(self) -> CacheCheck:
         """Check the cache, set damage aside before anything can load it, point the compilers at the cache."""
         store = self._store
+        if note := describe_filesystem(store.root):
+            self._notes.append(note)
         if not store.directory.exists():
             store.prepare()  # else the first compiler makes it, with a mode of its own choosing
         check = store.check()
@@ -199,17 +206,34 @@ class _Run:
         self._notes += store.apply_environment(check)
         return check
 
+    def _kernels_built_ahead(self, check: CacheCheck) -> list[Path]:
+        """Their Triton directory, if some kernel is missing here and each of its files is sound."""
+        missing = [unit for unit in self._spec.units if unit.key not in check.intact]
+        if self._ahead is None or not any(isinstance(unit, KernelBuildUnit) for unit in missing):
+            return []
+        found = self._ahead.check()
+        if found.damaged:
+            self._notes.append(f"{self._ahead.directory} is damaged and not used: {', '.join(sorted(found.damaged))}")
+        return [self._ahead.directory / "triton"] if found.intact and not found.damaged else []
+
     def report(self, compiled: int) -> WarmupReport:
         fields = self._store.fingerprint.fields
+        target = self._spec.target
+        device = (
+            {"type": "none", "name": target, "arch": target}
+            if target
+            else {"type": fields["device"], "name": fields["device_name"], "arch": fields["arch"]}
+        )
         return WarmupReport(
             fingerprint=self._store.fingerprint,
-            device={"type": fields["device"], "name": fields["device_name"], "arch": fields["arch"]},
+            device=device,
             backend=self._spec.backend,
             phases=tuple(PhaseRow(name, round(seconds, 4)) for name, seconds in self._seconds.items()),
+            spans=tuple(self._spans),
             units=tuple(self._rows[unit.key] for unit in self._spec.ordered()),
             buckets=tuple(self._buckets[key] for key in sorted(self._buckets)),
             compiled=compiled,
-            seconds=round(self._import_seconds + time.monotonic() - self._begun, 4),
+            seconds=round(time.monotonic() - self._origin, 4),
             cold=self._cold,
             notes=tuple(self._notes),
             quarantined=tuple(self._quarantined),
@@ -238,49 +262,50 @@ class _Run:
     def _run_unit(self, unit: Unit, resources: Any, check: CacheCheck) -> UnitRow:
         lost = [key for key in unit.needs if self._rows[key].state in ("failed", "skipped")]
         if lost:
-            return self._row(unit, "skipped", 0.0, reason=f"needs {', '.join(lost)}, which failed")
+            return self._row(unit, "skipped", time.monotonic(), reason=f"needs {', '.join(lost)}, which failed")
         self._beat.unit(unit.phase, unit.key)
         known = unit.key in check.intact
         start = time.monotonic()
         with CompileWatch() as watch:
-            reason = self._attempt(unit.load if known else unit.build, resources)
+            reason, origin = self._attempt(unit.load if known else unit.build, resources)
             if reason and known and unit.persistent:
-                known, reason = False, self._rebuild(unit, resources, reason)
+                known = False
+                reason, origin = self._rebuild(unit, resources, reason)
         seconds = time.monotonic() - start
         if reason:
-            row = self._row(unit, "failed", seconds, reason=reason)
+            row = self._row(unit, "failed", start, reason=reason)
         elif known and watch.compiled == 0:
-            row = self._row(unit, "hit", seconds, check.manifest.units[unit.key].bytes)
+            row = self._row(unit, "hit", start, check.manifest.units[unit.key].bytes, origin)
         else:
             names = ", ".join(event.name for event in watch.events if event.is_build)
-            row = self._row(unit, "built", seconds, reason=f"cached, yet compiled {names}" if known else "")
-        if unit.persistent and row.state != "hit":
+            row = self._row(unit, "built", start, reason=f"cached, yet compiled {names}" if known else origin)
+        if unit.persistent and (row.state != "hit" or origin):
             row = self._settle(unit, row)
         self._beat.done(f"{row.state}: {unit.key} ({seconds:.1f} s)", unit.cost)
         return row
 
-    def _attempt(self, make: Callable[[Any], UnitResult | None], resources: Any) -> str:
-        """Call ``make``; why it failed, or ""."""
+    def _attempt(self, make: Callable[[Any], UnitResult | None], resources: Any) -> tuple[str, str]:
+        """Call ``make``; why it failed, or "", and where its files came from."""
         try:
             result = make(resources) or UnitResult()
         except (Exception, SystemExit) as error:  # a build script that exits must not end the server
             _log.debug("a unit failed", exc_info=True)
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}", ""
         self._buckets |= {(bucket.runner, bucket.batch_size): bucket for bucket in result.buckets}
         for graph in result.verified:
             if graph in self._buckets:
                 self._buckets[graph] = replace(self._buckets[graph], verified=True)
-        return ""
+        return "", result.origin
 
-    def _rebuild(self, unit: Unit, resources: Any, reason: str) -> str:
-        """The files are what was written, yet they do not load: build once more. Why that failed, or ""."""
+    def _rebuild(self, unit: Unit, resources: Any, reason: str) -> tuple[str, str]:
+        """The files are what was written, yet they do not load: build once more, as :meth:`_attempt`."""
         try:
             with self._store.hold(self._lock_timeout, self._beat.say):
                 self._set_aside([f"{unit.key} did not load ({reason}); building it again"])
                 self._set_aside(self._store.set_aside_unit(unit.key))
                 return self._attempt(unit.build, resources)
         except OSError as error:
-            return f"{reason}; building it again is impossible: {error}"
+            return f"{reason}; building it again is impossible: {error}", ""
 
     def _settle(self, unit: Unit, row: UnitRow) -> UnitRow:
         """Enter what was built into the manifest at once, so that a kill loses only the unit in work."""
@@ -306,8 +331,9 @@ class _Run:
                     if row.state == "built":
                         self._store.record(row.key, row.kind, row.seconds, adopt=False)
 
-    def _row(self, unit: Unit, state: str, seconds: float, size: int = 0, reason: str = "") -> UnitRow:
-        return UnitRow(unit.kind, unit.key, state, round(seconds, 4), size, reason)
+    def _row(self, unit: Unit, state: str, begun: float, size: int = 0, reason: str = "") -> UnitRow:
+        seconds, start = time.monotonic() - begun, begun - self._origin
+        return UnitRow(unit.kind, unit.key, state, round(seconds, 4), size, reason, round(start, 4), unit.phase)
 
     def _set_aside(self, lines: Sequence[str]) -> None:
         self._quarantined += lines
@@ -331,7 +357,9 @@ class _Run:
         try:
             yield
         finally:
-            self._seconds[name] += time.monotonic() - start
+            seconds = time.monotonic() - start
+            self._seconds[name] += seconds
+            self._spans.append(SpanRow(name, round(start - self._origin, 4), round(seconds, 4)))
 
 
 def _has(check: CacheCheck, units: Sequence[Unit]) -> bool:
@@ -349,52 +377,3 @@ def _shown(progress: bool | Progress) -> Iterator[Progress]:
             yield show
     else:
         yield line_progress()
-
-
-@contextmanager
-def _builds_in_process() -> Iterator[list[str]]:
-    """Inductor compiles in this process, unless the user chose otherwise; yields what weakens the cache.
-
-    Builds in worker processes would be neither counted nor named, and would go on writing into the cache
-    after a kill of this process.
-    """
-    notes = [
-        f"{name}={value} is set: a cache of torch or Triton is off, and a warm start compiles again"
-        for name, value in _CACHE_SWITCHES.items()
-        if os.environ.get(name) == value
-    ]
-    threads = "TORCHINDUCTOR_COMPILE_THREADS"
-    inductor = sys.modules.get("torch._inductor.config")
-    if threads in os.environ:
-        yield notes
-    elif inductor is not None:
-        with inductor.patch(compile_threads=1):
-            yield notes
-    else:
-        os.environ[threads] = "1"
-        try:
-            yield notes
-        finally:
-            os.environ.pop(threads, None)
-
-
-def _make_context(device: str) -> None:
-    import torch
-
-    if torch.device(device).type == "cuda":
-        torch.zeros(1, device=device)
-        torch.cuda.synchronize(device)
-
-
-def _import_seconds() -> float:
-    """Seconds from process start to the first warm-up of this process; 0 for the later ones."""
-    global _first_run
-    if not _first_run:
-        return 0.0
-    _first_run = False
-    try:
-        stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(stat[19]) / os.sysconf("SC_CLK_TCK")
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-    except (OSError, ValueError, IndexError):
-        return time.monotonic() - _IMPORTED  # no procfs: from the import of this module

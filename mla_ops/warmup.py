@@ -10,14 +10,23 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from capture import BuildOptions, CompiledFunctionUnit, GraphCaptureUnit, GraphRunner, Unit, VerifyUnit, WarmupSpec
+from capture import (
+    BuildOptions,
+    CompiledFunctionUnit,
+    GraphCaptureUnit,
+    GraphRunner,
+    KernelBuildUnit,
+    Unit,
+    VerifyUnit,
+    WarmupSpec,
+)
 from mla_ops.backends.select import Choice, select
 from mla_ops.config import PRESETS, MLAConfig
 from mla_ops.integrations.aiter_units import aiter_fields, aiter_units
@@ -28,10 +37,9 @@ from mla_ops.plan import DecodeMetadata, DecodePlan
 from mla_ops.validation import FLOAT8_DTYPES
 
 if TYPE_CHECKING:
-    from capture.units import Phase
     from mla_ops.backends.triton.launch import Launch
 
-__all__ = ["DecodeStep", "KernelUnit", "MLABlock", "spec"]
+__all__ = ["DecodeStep", "MLABlock", "spec"]
 
 # Verification attends to a few pages per request: what differs between lengths shows around the page edges.
 _VERIFY_PAGES = 3
@@ -171,22 +179,6 @@ class DecodeStep:
         return block.requires_grad_(False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelUnit(Unit):
-    """One variant of a Triton kernel, compiled for the device; loading is the same call over the filled cache.
-
-    Attributes:
-        launch: the launch that needs it; see :func:`mla_ops.backends.triton.variants`.
-    """
-
-    launch: Launch
-    kind: str = "kernel"
-    phase: Phase = "kernels"
-
-    def build(self, resources: Any) -> None:
-        self.launch.compile()
-
-
 @dataclass
 class _Resources:
     """What the units work on; the runner is made when the first of them asks."""
@@ -205,7 +197,7 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
 
     Args:
         model: a preset's name, the path of a Hugging Face ``config.json`` or its folder, or a config.
-        options: sizes, dtypes, device.
+        options: sizes, dtypes, device; with a target, only its kernels are built, and no layers are made.
 
     Raises:
         ValueError: no such preset or file, or an option that does not fit the model.
@@ -218,6 +210,8 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
         raise ValueError(f"{model} says nothing of layers; give a number of layers (--layers)")
     device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
     kv_dtype = _dtype("kv_dtype", options.kv_dtype or options.dtype)
+    if options.target:
+        return _ahead(str(model), config, options, dtype, kv_dtype)
     choice = select(
         *(config, device, dtype),
         backend=options.backend,
@@ -249,6 +243,24 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
     )
 
 
+def _ahead(
+    name: str, config: MLAConfig, options: BuildOptions, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> WarmupSpec:
+    """The kernels alone, for a GPU that need not be here; the same options there make the same fields."""
+    if options.backend not in ("auto", "triton"):
+        raise ValueError(f"only the triton backend's kernels can be built ahead, not those of {options.backend!r}")
+    choice = select(config, "cuda", dtype, backend="triton")
+    return WarmupSpec(
+        name=name,
+        device="cpu",
+        backend=(choice.name, f"its kernels are built ahead for {options.target}"),
+        fields=_fields(config, options, choice, dtype, kv_dtype),
+        setup=lambda: None,
+        units=tuple(_kernel_units(config, options, choice, dtype, kv_dtype)),
+        target=options.target,
+    )
+
+
 def _kernel_units(
     config: MLAConfig, options: BuildOptions, choice: Choice, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> Iterator[Unit]:
@@ -257,21 +269,33 @@ def _kernel_units(
         yield from aiter_units(options.device, config.num_heads, options.query_len, options.page_size)
     # FlashMLA decodes only: the other ops are those of the backend that auto takes without it.
     others = select(config, device, dtype).name if choice.name == "flash_mla" else choice.name
-    if others != "triton" or device.type != "cuda":
+    if others != "triton" or not (options.target or device.type == "cuda"):
         return
     from mla_ops.backends.triton import variants
     from mla_ops.backends.triton.launch import arch_of_device
 
+    arch = options.target or arch_of_device(torch.device(options.device))
     launches = variants(
         config,
         dtype=dtype,
         kv_dtype=kv_dtype,
         page_sizes=(options.page_size,),
         query_len=options.query_len,
-        arch=arch_of_device(device),
+        arch=arch,
     )
     for launch in launches:
-        yield KernelUnit(key=launch.key, launch=launch)
+        yield KernelBuildUnit(key=launch.key, compile=launch.compile, target=options.target)
+        if arch.startswith("gfx") and "kv_cache" in launch.args:
+            key = f"{launch.key}, cache above 2 GiB"
+            yield KernelBuildUnit(key=key, compile=_with_large_cache(launch).compile, target=options.target)
+
+
+def _with_large_cache(launch: Launch) -> Launch:
+    """The same launch over a cache to which Triton's AMD backend cannot point with 32 bits: another kernel."""
+    cache = launch.args["kv_cache"]
+    pages = 2**31 // cache[0].nbytes + 1
+    large = torch.empty(pages, *cache.shape[1:], dtype=cache.dtype, device="meta")
+    return replace(launch, args={**launch.args, "kv_cache": large})
 
 
 def _fields(

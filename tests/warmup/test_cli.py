@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,16 @@ sys.exit(f"imported {heavy}" if heavy else code)
         ("clean", "--older-than", "soon"),
         ("clean", "--max-size", "big"),
         ("report", "/no/such/file"),
+        ("explain",),
+        ("pack", "a.tar.zst"),
+        ("pack", "a.tar.zst", "--entry", "0123"),
+        ("unpack", "a.tar.zst"),
+        ("unpack", "a.tar.zst", "--digest", "sha256:12"),
+        ("pull", "folder", *TOY, "--digest", f"sha256:{'0' * 64}", "--elsewhere"),
+        ("exec", "--label", "a"),
+        ("exec", "--device", "cpu", "--label", "a b", "--", "true"),
+        ("status", *TOY, "--", "true"),
+        ("build", *TOY, "--target", "sm_90"),
     ],
     ids=" ".join,
 )
@@ -207,3 +218,144 @@ def test_the_working_directory_holds_the_users_module(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert run(capsys, "status", "--model", "my_server:make", "--device", "cpu")[0] == 0
+
+
+def test_explain_names_the_fields_of_a_miss(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "build", *TOY, "--quiet")
+    code, raw = run_json(capsys, "explain", *TOY, "--dtype", "float16")
+    assert code == 0
+    assert raw["differences"] == [{"field": "dtype", "here": "float16", "there": "bfloat16"}]
+    assert "dtype is 'bfloat16'; here it is 'float16'" in run(capsys, "explain", *TOY, "--dtype", "float16")[1]
+
+
+def test_a_bundle_is_packed_and_unpacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "build", *TOY, "--quiet")
+    file, other = str(tmp_path / "toy.tar.zst"), ("--cache-dir", str(tmp_path / "other"))
+    code, raw = run_json(capsys, "pack", file, "--model", TOY[1], "--device", "cpu")
+    assert code == 0
+    code, taken = run_json(capsys, "unpack", file, "--digest", raw["digest"], "--device", "cpu", *other)
+    assert (code, sorted(taken["taken"])) == (0, ["graphs", "kernel-0", "kernel-1", "kernel-2"])
+    assert run_json(capsys, "build", *TOY, *other)[1]["cold"] is False
+
+
+def test_a_bundle_is_pushed_and_pulled_by_its_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "build", *TOY, "--quiet")
+    digest = run(capsys, "push", f"file://{tmp_path}", *TOY)[1].strip()
+    other = ("--cache-dir", str(tmp_path / "other"))
+    code, out, _ = run(capsys, "pull", f"file://{tmp_path}", *TOY, "--digest", digest, *other)
+    assert (code, "4 of 4 units taken" in out) == (0, True)
+    assert run_json(capsys, "build", *TOY, *other)[1]["cold"] is False
+
+
+def test_an_entry_is_named_by_the_beginning_of_its_digest(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(capsys, "build", *TOY, "--quiet")
+    name = next(path.name for path in cache.iterdir() if path.is_dir())
+    assert run_json(capsys, "pack", str(tmp_path / "a"), "--entry", name[:6])[1]["entry"] == name
+
+
+def test_a_wrong_digest_is_1_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "build", *TOY, "--quiet")
+    file = str(tmp_path / "toy.tar.zst")
+    run(capsys, "pack", file, *TOY)
+    code, out, err = run(capsys, "unpack", file, "--digest", "sha256:" + "0" * 64, "--device", "cpu")
+    assert (code, out) == (1, "")
+    assert "nothing of it was opened" in err
+
+
+def test_exec_runs_a_program_in_the_environment_of_an_entry(cache: Path) -> None:
+    program = "import os, sys; print(os.environ['TRITON_CACHE_DIR']); print(os.environ['VLLM_CACHE_ROOT']); sys.exit(7)"
+    done = subprocess.run(
+        [sys.executable, "-m", "capture.cli", "exec", "--device", "cpu", "--", sys.executable, "-c", program],
+        cwd=REPOSITORY, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 7
+    triton, vllm = map(Path, done.stdout.split())
+    assert triton.parent.parent == cache
+    assert vllm == triton.parent / "packages/vllm"
+
+
+def test_what_a_program_compiles_is_kept_and_checked(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = "import os; open(os.environ['TRITON_CACHE_DIR'] + '/kernel', 'w').write('code')"
+    arguments = ("exec", "--device", "cpu", "--label", "server", "--keep", "--", sys.executable, "-c", program)
+    code, _, err = run(capsys, *arguments)
+    assert code == 0
+    assert "kept 1 files" in err
+    kernel = next(cache.glob("*/triton/kernel"))
+    kernel.write_text("edoc")
+    code, _, err = run(capsys, *arguments[:-1], "pass")
+    assert code == 0
+    assert "set aside: triton/kernel: sha256 differs" in err
+    assert not kernel.exists()
+
+
+def test_what_a_killed_program_left_is_not_kept(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = "import os; open(os.environ['TRITON_CACHE_DIR'] + '/kernel', 'w').write('co'); os.kill(os.getpid(), 9)"
+    arguments = ("exec", "--device", "cpu", "--label", "server", "--keep", "--", sys.executable, "-c", program)
+    code, _, err = run(capsys, *arguments)
+    assert code == 128 + 9
+    assert "is not entered" in err
+
+
+def test_a_server_is_told_to_end_and_its_files_are_kept(cache: Path) -> None:
+    program = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *arguments: sys.exit(0))
+open(os.environ["TRITON_CACHE_DIR"] + "/kernel", "w").write("code")
+print("ready", flush=True)
+signal.pause()
+"""
+    command = [sys.executable, "-m", "capture.cli", "exec", "--device", "cpu", "--label", "server", "--keep", "--"]
+    server = subprocess.Popen(
+        [*command, sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        server.terminate()
+        _, errors = server.communicate(timeout=60)
+    assert (server.returncode, "kept 1 files" in errors) == (0, True), errors
+    assert list(cache.glob("*/triton/kernel"))
+
+
+def test_a_read_only_cache_keeps_nothing_of_a_program(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("exec", "--device", "cpu", "--label", "server", "--keep", "--", sys.executable, "-c", "pass")
+    assert run(capsys, *arguments)[0] == 0
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    code, _, err = run(capsys, *arguments)
+    assert (code, "nothing is entered" in err) == (0, True)
+
+
+def test_bench_repeats_cold_and_warm_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    code, raw = run_json(capsys, "bench", *TOY, "--repeat", "1", "--quiet")
+    assert code == 0
+    assert [report["cold"] for report in raw["cold"]] == [True]
+    assert [(report["cold"], report["compiled"]) for report in raw["warm"]] == [(False, 0)]
+    assert [bucket["batch_size"] for bucket in raw["warm"][0]["buckets"]] == [1, 4]
+
+
+def test_a_run_is_written_as_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.json"
+    run(capsys, "build", *TOY, "--quiet", "--trace", str(file))
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert {"kernels", "weights", "kernel-0", "graphs"} <= names
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_reports_are_written_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = []
+    for name in ("cold", "warm"):
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(run(capsys, "build", *TOY, "--json")[1])
+    page = tmp_path / "page.html"
+    code, out, _ = run(capsys, "report", *map(str, files), "--html", str(page))
+    assert (code, out) == (0, "")
+    assert page.read_text().count('<section class="card">') == 2

@@ -21,6 +21,7 @@ from capture import (
     WarmupReport,
     WarmupSpec,
     guard,
+    process,
     register_build_source,
 )
 from capture.errors import CacheLockTimeout, VerificationError
@@ -401,9 +402,7 @@ def test_reports_are_shown_alone_and_side_by_side(cache: Path) -> None:
 
 
 def test_import_time_counts_from_process_start_and_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from capture import warmup
-
-    monkeypatch.setattr(warmup, "_first_run", True)
+    monkeypatch.setattr(process, "_first_run", True)
     first, second = warm_up(cache), warm_up(cache)
     assert first.phases[0].seconds > 0.0
     assert second.phases[0].seconds == 0.0

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from capture import WarmupManager
+from capture.bundle import pack, unpack
 from capture.units import BuildOptions
 from tests.warmup import toys
 from tests.warmup.conftest import Command
 
+LONG = bool(os.environ.get("MLA_OPS_LONG_TESTS"))
+WHY = "long: set MLA_OPS_LONG_TESTS=1"
 Start = Callable[..., Command]
 SLOW = ("--model", "tests.warmup.toys:slow", "--device", "cpu", "--json")
 COMPILED = ("--model", "tests.warmup.toys:compiled", "--device", "cpu", "--json")
@@ -26,13 +31,14 @@ def states(report: dict[str, Any]) -> Counter[str]:
     return Counter(unit["state"] for unit in report["units"])
 
 
-def test_of_eight_processes_on_an_empty_cache_one_builds(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.skipif(not LONG, reason=WHY))])
+def test_of_many_processes_on_an_empty_cache_one_builds(count: int, start: Start, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    processes = [start("build", *SLOW, TOY_LOG=str(log)) for _ in range(8)]
+    processes = [start("build", *SLOW, TOY_LOG=str(log), RANK=str(rank)) for rank in range(count)]
     reports = [process.finish() for process in processes]
     builders = {line.split()[0] for line in log.read_text().splitlines() if " build " in line}
     assert len(builders) == 1
-    assert sorted(states(report)["built"] for report, _ in reports) == [0] * 7 + [8]
+    assert sorted(states(report)["built"] for report, _ in reports) == [0] * (count - 1) + [8]
     assert not any(report["quarantined"] for report, _ in reports)
 
 
@@ -85,3 +91,14 @@ def test_a_triton_kernel_is_compiled_once_for_all_processes(start: Start, cache:
     assert (cold["compiled"], states(cold)) == (1, {"built": 1})
     assert (warm["compiled"], states(warm)) == (0, {"hit": 1})
     assert list(cache.glob("*/triton/*/add_one.hsaco"))
+
+
+def test_of_many_processes_that_unpack_a_bundle_one_does(cache: Path, tmp_path: Path) -> None:
+    manager = WarmupManager(cache)
+    manager.run(manager.plan(toys.slow(BuildOptions())), progress=False)
+    bundle = pack(manager.plan(toys.slow(BuildOptions())).directory, str(tmp_path / "bundle"))
+    other = tmp_path / "other"
+    with ThreadPoolExecutor(8) as pool:
+        runs = [pool.submit(unpack, bundle.url, digest=bundle.digest, cache_dir=other, device="cpu") for _ in range(8)]
+        taken = sorted(len(run.result().taken) for run in runs)
+    assert taken == [0] * 7 + [8]

@@ -1,0 +1,71 @@
+"""What a warm-up does to the process that it runs in, and what it asks of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["builds_in_process", "import_seconds", "make_context"]
+
+_IMPORTED = time.monotonic()
+_first_run = True
+_CACHE_SWITCHES = {
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+    "TRITON_ALWAYS_COMPILE": "1",
+}
+
+
+@contextmanager
+def builds_in_process() -> Iterator[list[str]]:
+    """Inductor compiles in this process, unless the user chose otherwise; yields what weakens the cache.
+
+    Builds in worker processes would be neither counted nor named, and would go on writing into the cache
+    after a kill of this process.
+    """
+    notes = [
+        f"{name}={value} is set: a cache of torch or Triton is off, and a warm start compiles again"
+        for name, value in _CACHE_SWITCHES.items()
+        if os.environ.get(name) == value
+    ]
+    threads = "TORCHINDUCTOR_COMPILE_THREADS"
+    inductor = sys.modules.get("torch._inductor.config")
+    if threads in os.environ:
+        yield notes
+    elif inductor is not None:
+        with inductor.patch(compile_threads=1):
+            yield notes
+    else:
+        os.environ[threads] = "1"
+        try:
+            yield notes
+        finally:
+            os.environ.pop(threads, None)
+
+
+def make_context(device: str) -> None:
+    """Make the context of a GPU, which the first use would do."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        torch.zeros(1, device=device)
+        torch.cuda.synchronize(device)
+
+
+def import_seconds() -> float:
+    """Seconds from process start to the first warm-up of this process; 0 for the later ones."""
+    global _first_run
+    if not _first_run:
+        return 0.0
+    _first_run = False
+    try:
+        stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(stat[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, ValueError, IndexError):
+        return time.monotonic() - _IMPORTED  # no procfs: from the import of this module

@@ -61,6 +61,7 @@ def _run(way: str, cache: Path) -> dict[str, Any]:
     if child.returncode:
         return {"failed": f"exit status {child.returncode}"}
     row: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    print(f"{way}: {json.dumps(row)}", file=sys.stderr, flush=True)
     return row
 
 

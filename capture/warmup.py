@@ -278,7 +278,13 @@ class _Run:
             row = self._row(unit, "hit", start, check.manifest.units[unit.key].bytes, origin)
         else:
             names = ", ".join(event.name for event in watch.events if event.is_build)
-            row = self._row(unit, "built", start, reason=f"cached, yet compiled {names}" if known else origin)
+            if known:
+                origin = f"cached, yet compiled {names}"
+            elif (
+                names and not unit.persistent
+            ):  # such a unit keeps no files: each of these belongs to a unit of its own
+                origin = f"compiled {names}"
+            row = self._row(unit, "built", start, reason=origin)
         if unit.persistent and (row.state != "hit" or origin):
             row = self._settle(unit, row)
         self._beat.done(f"{row.state}: {unit.key} ({seconds:.1f} s)", unit.cost)

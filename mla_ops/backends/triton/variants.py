@@ -19,6 +19,7 @@ __all__ = ["variants"]
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """An aligned tensor, as a plan's and a module's are. A slice of one is not: its address is its offset."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -64,17 +65,18 @@ def _paged(
     row = decode_config(arch, heads * query_len, dtype, kv_dtype)
     launches: dict[tuple[object, ...], Launch] = {}
     for requests, units in ((1, 64), (64, 1)):  # a request in many parts, and in few: two merge kernels
-        index = _meta(requests + 1, dtype=torch.int32)
+        index, lens = _meta(requests + 1, dtype=torch.int32), _meta(requests, dtype=torch.int32)
         for launch in decode_launches(
-            _meta(requests * query_len, heads, config.latent_dim, dtype=dtype), cache, index, index, index, index[1:],
+            _meta(requests * query_len, heads, config.latent_dim, dtype=dtype), cache, index, index, index, lens,
             query_len, 0, config.softmax_scale, None, scale,
             _meta(requests * query_len, heads, rank, dtype=dtype),
             _meta(requests * query_len, heads, dtype=torch.float32), row, units * -(-heads * query_len // row.block_m),
         ):  # fmt: skip
             launches[launch.name, launch.args.get("PARTS")] = launch
-    index, tokens = _meta(2, dtype=torch.int32), _meta(4, config.latent_dim, dtype=dtype)
+    index, lens = _meta(2, dtype=torch.int32), _meta(1, dtype=torch.int32)
+    tokens = _meta(4, config.latent_dim, dtype=dtype)
     write = write_launch(tokens[:, :rank], tokens[:, rank:], cache, _meta(4, dtype=torch.int64), scale)
-    gathers = [gather_launch(cache, index, index, index[1:], index, starts, scale, tokens) for starts in (None, index)]
+    gathers = [gather_launch(cache, index, index, lens, index, starts, scale, tokens) for starts in (None, lens)]
     return [*launches.values(), write, *gathers]
 
 

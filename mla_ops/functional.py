@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mla_ops.ops  # noqa: F401  (defines the operators)
 from mla_ops.backends.select import select
-from mla_ops.validation import infer_kv_lora_rank
+from mla_ops.validation import KNOWN_KV_LORA_RANKS
 
 __all__ = [
     "AttentionOutput",
@@ -39,6 +39,14 @@ class AttentionOutput(NamedTuple):
 
 def _resolved(backend: str, like: Tensor) -> str:
     return select(None, like.device, like.dtype, op="cache").name if backend == "auto" else backend
+
+
+def _decode_widths(q: Tensor, kv_lora_rank: int | None) -> tuple[int, int] | None:
+    """(latent_dim, kv_lora_rank) where they are known; what is wrong with them, the op says."""
+    if torch.version.hip is None or q.dim() != 3:  # elsewhere no backend is chosen by them
+        return None
+    rank = kv_lora_rank or KNOWN_KV_LORA_RANKS.get(q.shape[2])
+    return None if rank is None else (q.shape[2], rank)
 
 
 def mla_decode(
@@ -89,11 +97,10 @@ def mla_decode(
         InferenceOnlyError: a gradient is asked of a backend without one.
     """
     if backend == "auto":
-        widths = (q.shape[2], infer_kv_lora_rank(q.shape[2], kv_lora_rank)) if q.dim() == 3 else None
         backend = select(
             *(None, q.device, q.dtype),
             num_heads=q.shape[1] if q.dim() == 3 else None,
-            widths=widths,
+            widths=_decode_widths(q, kv_lora_rank),
             query_len=max_seqlen_q,
             kv_dtype=kv_cache.dtype,
         ).name

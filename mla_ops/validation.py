@@ -14,6 +14,7 @@ from torch import Tensor
 
 __all__ = [
     "FLOAT8_DTYPES",
+    "KNOWN_KV_LORA_RANKS",
     "check_gather_latent_cache",
     "check_merge_attn_states",
     "check_mla_decode",
@@ -29,7 +30,7 @@ FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 # kv_lora_rank by the width of a latent row, for the layouts of published models: DeepSeek, Kimi, GLM (512 | 64),
 # NoPE layers (512 | 0), Mistral-Small-4 (256 | 64), MiniCPM3 (256 | 32).
-_KV_LORA_RANK = {576: 512, 512: 512, 320: 256, 288: 256}
+KNOWN_KV_LORA_RANKS = {576: 512, 512: 512, 320: 256, 288: 256}
 
 
 def require(condition: Any, message: Callable[[], str], error: type[Exception] = ValueError) -> None:
@@ -49,12 +50,12 @@ def infer_kv_lora_rank(latent_dim: int, kv_lora_rank: int | None) -> int:
             lambda: f"kv_lora_rank must be in 1..{latent_dim} (the width of a latent row), got {kv_lora_rank}",
         )
         return kv_lora_rank
-    if latent_dim not in _KV_LORA_RANK:
+    if latent_dim not in KNOWN_KV_LORA_RANKS:
         raise ValueError(
             f"kv_lora_rank must be given for a latent row of {latent_dim}; "
-            f"it is known for rows of {', '.join(map(str, sorted(_KV_LORA_RANK)))} only"
+            f"it is known for rows of {', '.join(map(str, sorted(KNOWN_KV_LORA_RANKS)))} only"
         )
-    return _KV_LORA_RANK[latent_dim]
+    return KNOWN_KV_LORA_RANKS[latent_dim]
 
 
 def output_dtype(q: Tensor) -> torch.dtype:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 import mla_ops
 from mla_ops.backends.triton import cache, configs, decode, merge, prefill
@@ -26,7 +25,9 @@ def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         for attribute, value in (("arch_of", name), ("compute_units", UNITS)):
             if hasattr(module, attribute):
                 monkeypatch.setattr(module, attribute, lambda tensor, value=value: value)
-    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", True)  # its default is announced to change
+    monkeypatch.setenv(
+        "TRITON_DEFAULT_FP_FUSION", "1"
+    )  # its default is announced to change; a knob would stay in os.environ
 
     def run(self: Launch) -> None:
         launch_triton(self.kernel, self.grid, arch=name, **self.args, **self.options)

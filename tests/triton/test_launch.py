@@ -41,7 +41,6 @@ class FakeCompiled:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(module, "_COMPILED", {})
-    monkeypatch.setattr(module.triton.knobs.runtime, "interpret", False)
     return FakeKernel()
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from mla_ops.backends.triton.configs import DecodeConfig, decode_config
 from mla_ops.backends.triton.decode_hopper import decode_hopper_kernel
 from mla_ops.backends.triton.decode_hopper_narrow import decode_hopper_narrow_kernel
+from mla_ops.backends.triton.decode_hopper_slim import decode_hopper_slim_kernel
+from mla_ops.backends.triton.decode_hopper_wide import decode_hopper_wide_kernel
 from mla_ops.backends.triton.decode_kernels import decode_kernel, merge_kernel
 from mla_ops.backends.triton.launch import Launch, arch_of, compute_units, is_power_of_two, refuse
 from mla_ops.validation import output_dtype
@@ -25,7 +27,11 @@ _KERNELS: dict[str, Any] = {
     "portable": decode_kernel,
     "hopper": decode_hopper_kernel,
     "hopper_narrow": decode_hopper_narrow_kernel,
+    "hopper_slim": decode_hopper_slim_kernel,
+    "hopper_wide": decode_hopper_wide_kernel,
 }
+# Kernels that let the merge be launched before they end.
+_EARLY = ("hopper_slim", "hopper_wide")
 
 
 def mla_decode(
@@ -118,9 +124,8 @@ def decode_launches(
         },
         {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.extra)},
     )
-    # Few requests have many parts each and need them loaded side by side; many requests have two or three.
-    few = num_requests * 8 <= programs
-    group, parts, columns = (1, 16, min(rank, 256)) if few else (8, 1, rank)
+    group, parts, columns = _merge_shape(num_requests, programs, rank)
+    early = config.kernel in _EARLY
     merge = Launch(
         merge_kernel,
         (-(-rows // group), num_requests, rank // columns),
@@ -134,10 +139,20 @@ def decode_launches(
             "ROWS": group,
             "PARTS": parts,
             "COLUMNS": columns,
+            "EARLY": early,
         },
-        {"num_warps": 4},
+        {"num_warps": 4, **({"launch_pdl": True} if early else {})},
     )
     return decode, merge
+
+
+def _merge_shape(num_requests: int, programs: int, rank: int) -> tuple[int, int, int]:
+    """Rows, parts and columns of a program of the merge.
+
+    Few requests have many parts each and need them loaded side by side; many requests have two or three.
+    """
+    few = num_requests * 8 <= programs
+    return (1, 16, min(rank, 256)) if few else (8, 1, rank)
 
 
 def _config(q: Tensor, kv_cache: Tensor, rows: int, rank: int) -> DecodeConfig:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 __all__ = ["decode_kernel", "merge_kernel"]
 
@@ -211,11 +212,12 @@ def merge_kernel(
     qo_indptr, kv_indptr, kv_last_page_lens, out, lse, part_out, part_lse, spans,
     programs, num_tokens, num_requests, num_heads, max_seqlen_q,
     R: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a request's rows, and write the rows that no key or no request has.
 
     Grid (row groups of a request, B, R / COLUMNS): groups of ROWS rows, PARTS parts at a time, either of them 1.
+    With EARLY it may begin before the decode kernel ends.
     """
     group = tl.program_id(0)
     request = tl.program_id(1)
@@ -225,6 +227,9 @@ def merge_kernel(
     first_token = tl.load(qo_indptr + request)
     end_token = tl.load(qo_indptr + num_requests)
     head_tokens = tl.load(qo_indptr)
+    if EARLY:
+        # In every program, though some need nothing of the decode kernel: what comes next waits for the merge alone.
+        gdc_wait()
 
     # Rows before the first request and behind the last one, dealt out over the requests' programs.
     if first_row < num_heads:

@@ -110,7 +110,7 @@ def prefill_launch(
         "CAUSAL": causal,
         "PRECISION": "ieee",
     }
-    grid = (triton.cdiv(max_seqlen_q, config.block_m), q.shape[1], num_requests + 1)
+    grid = (triton.cdiv(max_seqlen_q, config.block_m), q.shape[1], max(1, num_requests))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.extra)}
     return Launch(prefill_kernel, grid, args, options)
 
@@ -129,9 +129,12 @@ def _attend(
     q_w, q_n, m, l, acc, k, v, k_wide, k_narrow, v_tiles, low, high, keys, visible, qk_scale, stride_k, stride_v,
     first_k, k_column, v_column,
     WIDE: tl.constexpr, NARROW: tl.constexpr, V: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BEYOND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of a block of query rows over keys low..high, in steps of BLOCK_N."""
+    """Online softmax of a block of query rows over keys low..high, in steps of BLOCK_N.
+
+    MASKED where a row may not see all keys of a block, BEYOND where a block may go beyond the last key.
+    """
     offset = tl.arange(0, BLOCK_N)
     wide = tl.arange(0, WIDE)
     column = tl.arange(0, V)
@@ -140,7 +143,7 @@ def _attend(
         live = (key < keys)[:, None]
         k_row = k + key.to(tl.int64)[:, None] * stride_k
         # What lies behind the last key belongs to another request and may be NaN: it is never loaded.
-        if MASKED:
+        if BEYOND:
             k_w = tl.load(k_row + wide[None, :], mask=live, other=0.0)
         elif k_wide is not None:
             k_w = k_wide.load([first_k + start, k_column])
@@ -149,7 +152,7 @@ def _attend(
         scores = tl.dot(q_w, tl.trans(k_w), input_precision=PRECISION)
         if NARROW > 0:
             narrow = WIDE + tl.arange(0, NARROW)
-            if MASKED:
+            if BEYOND:
                 k_n = tl.load(k_row + narrow[None, :], mask=live, other=0.0)
             elif k_wide is not None:
                 k_n = k_narrow.load([first_k + start, k_column + WIDE])
@@ -165,7 +168,7 @@ def _attend(
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)
         v_row = v + key.to(tl.int64)[:, None] * stride_v + column[None, :]
-        if MASKED:
+        if BEYOND:
             values = tl.load(v_row, mask=live, other=0.0)
         elif k_wide is not None:
             values = v_tiles.load([first_k + start, v_column])
@@ -201,17 +204,16 @@ def prefill_kernel(
 ):  # fmt: skip
     """One block of query rows of one head of one request.
 
-    Grid (blocks of max_seqlen_q, H, B + 1): neighbours in launch order read the same keys. The last of the third
-    dimension has no request: its first block clears the rows that no request has.
+    Grid (blocks of max_seqlen_q, H, B): neighbours in launch order read the same keys. The first block of the first
+    request also clears the rows that no request has.
     """
     block = tl.program_id(0)
     head = tl.program_id(1)
     request = tl.program_id(2)
-    if request == num_requests:
-        if block == 0:
-            _clear_rows(out, lse, 0, tl.load(cu_seqlens_q), head, num_heads, V, BLOCK_M)
-            _clear_rows(out, lse, tl.load(cu_seqlens_q + num_requests), num_tokens, head, num_heads, V, BLOCK_M)
-    else:
+    if (block == 0) & (request == 0):
+        _clear_rows(out, lse, 0, tl.load(cu_seqlens_q), head, num_heads, V, BLOCK_M)
+        _clear_rows(out, lse, tl.load(cu_seqlens_q + num_requests), num_tokens, head, num_heads, V, BLOCK_M)
+    if request < num_requests:
         first_q = tl.load(cu_seqlens_q + request)
         first_k = tl.load(cu_seqlens_k + request)
         all_queries = tl.load(cu_seqlens_q + request + 1) - first_q
@@ -249,12 +251,20 @@ def prefill_kernel(
             m, l, acc = _attend(
                 q_w, q_n, m, l, acc, k_head, v_head, k_wide, k_narrow, v_tiles, 0, unmasked, keys, visible,
                 softmax_scale_log2, stride_k, stride_v, first_k, head * stride_k_head, head * stride_v_head,
-                WIDE, NARROW, V, BLOCK_N, False, PRECISION,
+                WIDE, NARROW, V, BLOCK_N, False, False, PRECISION,
             )  # fmt: skip
+            if CAUSAL:
+                within = tl.minimum(tl.cdiv(end, BLOCK_N), keys // BLOCK_N) * BLOCK_N
+                m, l, acc = _attend(
+                    q_w, q_n, m, l, acc, k_head, v_head, k_wide, k_narrow, v_tiles, unmasked, within, keys, visible,
+                    softmax_scale_log2, stride_k, stride_v, first_k, head * stride_k_head, head * stride_v_head,
+                    WIDE, NARROW, V, BLOCK_N, True, False, PRECISION,
+                )  # fmt: skip
+                unmasked = within
             m, l, acc = _attend(
                 q_w, q_n, m, l, acc, k_head, v_head, k_wide, k_narrow, v_tiles, unmasked, end, keys, visible,
                 softmax_scale_log2, stride_k, stride_v, first_k, head * stride_k_head, head * stride_v_head,
-                WIDE, NARROW, V, BLOCK_N, True, PRECISION,
+                WIDE, NARROW, V, BLOCK_N, True, True, PRECISION,
             )  # fmt: skip
             l = tl.where(l == 0.0, 1.0, l)  # of a row that sees no key: acc is 0 and m -inf
             acc = acc / l[:, None]

@@ -1,0 +1,202 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""What the Hopper decode kernels share, in Gluon: a program's walk over its share of the line of blocks, and the
+warpgroup that copies while others compute.
+
+``plan`` is (qo_indptr, kv_indptr, kv_last_page_lens, num_requests, first_row, num_heads, max_seqlen_q).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+__all__ = ["LN_2", "barrier", "make_bars", "my_share", "note_span", "produce", "segment", "signal", "zero"]
+
+LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
+
+# Triton 3.9 renamed both.
+_copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _request_lengths(plan, request, valid, PAGE_SIZE: gl.constexpr):
+    qo_indptr, kv_indptr, kv_last_page_lens = plan[0], plan[1], plan[2]
+    queries = gl.load(qo_indptr + request + 1, mask=valid, other=0) - gl.load(qo_indptr + request, mask=valid, other=0)
+    pages = gl.load(kv_indptr + request + 1, mask=valid, other=0) - gl.load(kv_indptr + request, mask=valid, other=0)
+    tail = gl.load(kv_last_page_lens + request, mask=valid, other=0)
+    return queries, gl.where(pages > 0, (pages - 1) * PAGE_SIZE + tail, 0)
+
+
+@gluon.jit
+def _tile_blocks(plan, first, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr):
+    """[CHUNK] blocks that requests first.. have in the program's tile."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    request = first + gl.arange(0, CHUNK, layout)
+    queries, keys = _request_lengths(plan, request, request < plan[3], PAGE_SIZE)
+    rows = gl.minimum(queries, plan[6]) * plan[5]
+    return gl.where(plan[4] < rows, (keys + BLOCK_N - 1) // BLOCK_N, 0)
+
+
+@gluon.jit
+def my_share(plan, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr):
+    """First block and end of this program's share, blocks of a share, and how many shares have one more."""
+    total = 0
+    for first in range(0, plan[3], CHUNK):
+        total += gl.sum(_tile_blocks(plan, first, PAGE_SIZE, BLOCK_N, CHUNK), 0)
+    program = gl.program_id(1)
+    programs = gl.num_programs(1)
+    share = total // programs
+    larger = total % programs
+    position = program * share + gl.minimum(program, larger)
+    return position, position + share + (program < larger).to(gl.int32), share, larger
+
+
+@gluon.jit
+def segment(plan, position, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr):
+    """What the share has from ``position`` on of one request: it, the position of its first block, its queries and
+    keys, and the first block and the end of those that are in the share."""
+    request = 0
+    before = 0
+    seen = 0
+    for first in range(0, plan[3], CHUNK):
+        blocks = _tile_blocks(plan, first, PAGE_SIZE, BLOCK_N, CHUNK)
+        behind = seen + gl.associative_scan(blocks, 0, _add) <= position
+        request += gl.sum(behind.to(gl.int32), 0)
+        before += gl.sum(gl.where(behind, blocks, 0), 0)
+        seen += gl.sum(blocks, 0)
+    queries, keys = _request_lengths(plan, request, True, PAGE_SIZE)
+    high = gl.minimum((keys + BLOCK_N - 1) // BLOCK_N, end - before)
+    return request, before, queries, keys, position - before, high
+
+
+@gluon.jit
+def _rows_of_block(
+    kv_cache, table, block, stop, stride_page, stride_row, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Addresses of a block's latent rows, and which of them are there: keys before ``stop``.
+
+    An unused slot may hold NaN, which a weight of 0 would not stop: it is never read.
+    """
+    key = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    live = key < stop
+    page = gl.load(table + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
+    return kv_cache + page * stride_page + (key % PAGE_SIZE) * stride_row, live
+
+
+@gluon.jit
+def note_span(spans, plan, request, before, keys, share, larger, BLOCK_N: gl.constexpr):
+    """Note the first and the last program of a request, in the program that has its first block."""
+    final = before + (keys + BLOCK_N - 1) // BLOCK_N - 1
+    of_larger = larger * (share + 1)
+    last = gl.where(final < of_larger, final // (share + 1), larger + (final - of_larger) // gl.maximum(share, 1))
+    span = spans + (gl.program_id(0) * plan[3] + request) * 2
+    gl.store(span, gl.program_id(1))
+    gl.store(span + 1, last)
+
+
+@gluon.jit
+def zero():
+    """0, of which the compiler cannot know that it is 0 each time.
+
+    Added to an index in a loop it keeps the descriptors of all matrix instructions from being computed ahead of the
+    loop, where they do not fit into the registers.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def signal(bar):
+    """Arrive once for the warpgroup, behind all that its warps have done."""
+    barrier()
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def make_bars(q_readers: gl.constexpr):
+    """Barriers of copies: halves of blocks near, far that are there, that are free, q that is there, that is free."""
+    full_near = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full_far = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free_near = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free_far = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(2):
+        mbarrier.init(full_near.index(place), count=128)  # each thread of the producer, when its copies are there
+        mbarrier.init(full_far.index(place), count=128)
+        mbarrier.init(free_near.index(place), count=1)
+        mbarrier.init(free_far.index(place), count=1)
+    mbarrier.init(q_full, count=128)
+    mbarrier.init(q_free, count=q_readers)
+    return full_near, full_far, free_near, free_far, q_full, q_free
+
+
+@gluon.jit
+def produce(
+    plan, walk, q, kv_cache, kv_indices, strides, q_tile, kv_tile, bars,
+    R: gl.constexpr, P: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    CHUNK: gl.constexpr, CROSSED: gl.constexpr,
+):  # fmt: skip
+    """Copy the tile of q of each request, and the blocks of its keys into two places in turn.
+
+    Two halves of R / 2 columns of a block come one after another. The near half is the left one; with CROSSED it is
+    the right one in place 1. The rope columns come with the far half.
+    """
+    position, end = walk[0], walk[1]
+    stride_token, stride_head, stride_page, stride_row = strides
+    q_c, q_r = q_tile
+    kv_near, kv_far, kv_r = kv_tile
+    full_near, full_far, free_near, free_far, q_full, q_free = bars
+    HALF: gl.constexpr = R // 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    latent = gl.arange(0, HALF, gl.SliceLayout(0, layout))[None, :]
+    q_phase = 1
+    phases = 3  # a bit for each place; the first round finds them free
+    while position < end:
+        request, before, queries, keys, low, high = segment(plan, position, end, PAGE_SIZE, BLOCK_N, CHUNK)
+        stop = gl.minimum(keys, high * BLOCK_N)
+        table = kv_indices + gl.load(plan[1] + request)
+        address, live = _rows_of_block(kv_cache, table, low, stop, stride_page, stride_row, PAGE_SIZE, BLOCK_N, layout)
+
+        row = plan[4] + gl.arange(0, BLOCK_M, rows_layout)
+        token = gl.load(plan[0] + request) + row // plan[5]
+        q_row = q + token.to(gl.int64) * stride_token + (row % plan[5]) * stride_head
+        in_request = (row < gl.minimum(queries, plan[6]) * plan[5])[:, None]
+        mbarrier.wait(q_free, q_phase)
+        q_phase ^= 1
+        _copy_async(q_c.index(0), q_row[:, None] + latent, mask=in_request)
+        _copy_async(q_c.index(1), q_row[:, None] + HALF + latent, mask=in_request)
+        if P > 0:
+            rope = R + gl.arange(0, P, gl.SliceLayout(0, layout))[None, :]
+            _copy_async(q_r, q_row[:, None] + rope, mask=in_request)
+        async_copy.mbarrier_arrive(q_full, increment_count=False)
+
+        for block in range(low, high):
+            place = (block - low) % 2
+            phase = (phases >> place) & 1
+            phases ^= 1 << place
+            near = 0
+            if CROSSED:
+                near = place
+            mbarrier.wait(free_near.index(place), phase)
+            _copy_async(kv_near.index(place), address[:, None] + near * HALF + latent, mask=live[:, None])
+            async_copy.mbarrier_arrive(full_near.index(place), increment_count=False)
+            mbarrier.wait(free_far.index(place), phase)
+            _copy_async(kv_far.index(place), address[:, None] + (1 - near) * HALF + latent, mask=live[:, None])
+            if P > 0:
+                rope = R + gl.arange(0, P, gl.SliceLayout(0, layout))[None, :]
+                _copy_async(kv_r.index(place), address[:, None] + rope, mask=live[:, None])
+            async_copy.mbarrier_arrive(full_far.index(place), increment_count=False)
+            address, live = _rows_of_block(
+                kv_cache, table, block + 1, stop, stride_page, stride_row, PAGE_SIZE, BLOCK_N, layout
+            )
+        position = before + high

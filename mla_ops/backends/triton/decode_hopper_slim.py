@@ -131,11 +131,11 @@ def decode_hopper_slim_kernel(
     softmax_scale_log2, num_requests, num_heads, max_seqlen_q,
     stride_token, stride_head, stride_page, stride_row,
     R: gl.constexpr, P: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    CHUNK: gl.constexpr, PRECISION: gl.constexpr, PRODUCER_REGS: gl.constexpr = 104,
+    CHUNK: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
     """One share of one tile number's line of blocks. See ``decode_kernel``."""
     gdc_launch_dependents()
-    dtype: gl.constexpr = kv_cache.dtype.element_ty
+    dtype: gl.constexpr = q.dtype.element_ty
     plan = (
         qo_indptr, kv_indptr, kv_last_page_lens, num_requests, gl.program_id(0) * BLOCK_M, num_heads, max_seqlen_q,
     )  # fmt: skip
@@ -155,7 +155,9 @@ def decode_hopper_slim_kernel(
     kv_far = gl.allocate_shared_memory(dtype, [2, BLOCK_N, HALF], shared)
     kv_r = gl.allocate_shared_memory(dtype, [2, BLOCK_N, P if P > 0 else 16], rope_shared)
     weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(min(BLOCK_M * 2, 128), 16, 2))
-    bars = make_bars(1)
+    same: gl.constexpr = kv_cache.dtype.element_ty == dtype
+    registers: gl.constexpr = 104 if same else 200 if gl.num_warps() == 4 else 168
+    bars = make_bars(128 if same else 1, 1)
     results = (out, lse, part_out, part_lse, spans)
     strides = (stride_token, stride_head, stride_page, stride_row)
     gl.warp_specialize(
@@ -166,5 +168,5 @@ def decode_hopper_slim_kernel(
                        R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, False)),
         ],
         [4],
-        [PRODUCER_REGS],
+        [registers],
     )  # fmt: skip

@@ -180,11 +180,11 @@ def decode_hopper_wide_kernel(
     softmax_scale_log2, num_requests, num_heads, max_seqlen_q,
     stride_token, stride_head, stride_page, stride_row,
     R: gl.constexpr, P: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    CHUNK: gl.constexpr, PRECISION: gl.constexpr, REGS: gl.constexpr = 224, PRODUCER_REGS: gl.constexpr = 56,
+    CHUNK: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
     """One share of one tile number's line of blocks. See ``decode_kernel``."""
     gdc_launch_dependents()
-    dtype: gl.constexpr = kv_cache.dtype.element_ty
+    dtype: gl.constexpr = q.dtype.element_ty
     plan = (
         qo_indptr, kv_indptr, kv_last_page_lens, num_requests, gl.program_id(0) * BLOCK_M, num_heads, max_seqlen_q,
     )  # fmt: skip
@@ -213,7 +213,8 @@ def decode_hopper_wide_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(2):
         mbarrier.init(ready.index(place), count=1)
-    bars = make_bars(2)
+    same: gl.constexpr = kv_cache.dtype.element_ty == dtype
+    bars = make_bars(128 if same else 1, 2)
     results = (out, lse, part_out, part_lse, spans)
     exchange = (weights, maxima, sums, ready)
     q_tile = (q_c, q_r)
@@ -229,5 +230,5 @@ def decode_hopper_wide_kernel(
                        R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, True)),
         ],
         [4, 4],
-        [REGS, PRODUCER_REGS],
+        [224, 56] if same else [216, 72],
     )  # fmt: skip

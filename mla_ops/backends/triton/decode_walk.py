@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 __all__ = ["LN_2", "barrier", "make_bars", "my_share", "note_span", "produce", "segment", "signal", "zero"]
 
@@ -78,14 +78,12 @@ def segment(plan, position, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
 
 
 @gluon.jit
-def _rows_of_block(
-    kv_cache, table, block, stop, stride_page, stride_row, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
+def _rows_of_block(rows_of, block, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
     """Addresses of a block's latent rows, and which of them are there: keys before ``stop``.
 
     An unused slot may hold NaN, which a weight of 0 would not stop: it is never read.
     """
+    kv_cache, table, stop, stride_page, stride_row = rows_of
     key = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
     live = key < stop
     page = gl.load(table + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
@@ -121,8 +119,11 @@ def signal(bar):
 
 
 @gluon.jit
-def make_bars(q_readers: gl.constexpr):
-    """Barriers of copies: halves of blocks near, far that are there, that are free, q that is there, that is free."""
+def make_bars(writers: gl.constexpr, q_readers: gl.constexpr):
+    """Barriers of copies: halves of blocks near, far that are there, that are free, q that is there, that is free.
+
+    ``writers`` arrive at the former two: each of 128 threads when its copies are there, or one when all have stored.
+    """
     full_near = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     full_far = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free_near = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -130,13 +131,93 @@ def make_bars(q_readers: gl.constexpr):
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for place in gl.static_range(2):
-        mbarrier.init(full_near.index(place), count=128)  # each thread of the producer, when its copies are there
-        mbarrier.init(full_far.index(place), count=128)
+        mbarrier.init(full_near.index(place), count=writers)
+        mbarrier.init(full_far.index(place), count=writers)
         mbarrier.init(free_near.index(place), count=1)
         mbarrier.init(free_far.index(place), count=1)
     mbarrier.init(q_full, count=128)
     mbarrier.init(q_free, count=q_readers)
     return full_near, full_far, free_near, free_far, q_full, q_free
+
+
+@gluon.jit
+def _copy_blocks(
+    rows_of, low, high, kv_tile, bars, phases,
+    R: gl.constexpr, P: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CROSSED: gl.constexpr,
+):  # fmt: skip
+    """Copy blocks low..high of a request as they are."""
+    kv_near, kv_far, kv_r = kv_tile
+    full_near, full_far, free_near, free_far = bars[0], bars[1], bars[2], bars[3]
+    HALF: gl.constexpr = R // 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    latent = gl.arange(0, HALF, gl.SliceLayout(0, layout))[None, :]
+    address, live = _rows_of_block(rows_of, low, PAGE_SIZE, BLOCK_N, layout)
+    for block in range(low, high):
+        place = (block - low) % 2
+        phase = (phases >> place) & 1
+        phases ^= 1 << place
+        near = 0
+        if CROSSED:
+            near = place
+        mbarrier.wait(free_near.index(place), phase)
+        _copy_async(kv_near.index(place), address[:, None] + near * HALF + latent, mask=live[:, None])
+        async_copy.mbarrier_arrive(full_near.index(place), increment_count=False)
+        mbarrier.wait(free_far.index(place), phase)
+        _copy_async(kv_far.index(place), address[:, None] + (1 - near) * HALF + latent, mask=live[:, None])
+        if P > 0:
+            rope = R + gl.arange(0, P, gl.SliceLayout(0, layout))[None, :]
+            _copy_async(kv_r.index(place), address[:, None] + rope, mask=live[:, None])
+        async_copy.mbarrier_arrive(full_far.index(place), increment_count=False)
+        address, live = _rows_of_block(rows_of, block + 1, PAGE_SIZE, BLOCK_N, layout)
+    return phases
+
+
+@gluon.jit
+def _widen(x, dtype: gl.constexpr):
+    # fp8 to bf16 in one step is a slow instruction for each element
+    return x.to(gl.float32).to(dtype) if dtype == gl.bfloat16 else x.to(dtype)
+
+
+@gluon.jit
+def _convert_blocks(
+    rows_of, low, high, kv_tile, bars, phases,
+    R: gl.constexpr, P: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CROSSED: gl.constexpr,
+):  # fmt: skip
+    """Bring blocks low..high of an fp8 cache to the tile's dtype on the way; a half is loaded while one is stored."""
+    kv_near, kv_far, kv_r = kv_tile
+    full_near, full_far, free_near, free_far = bars[0], bars[1], bars[2], bars[3]
+    HALF: gl.constexpr = R // 2
+    dtype: gl.constexpr = kv_near.dtype
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
+    latent = gl.arange(0, HALF, gl.SliceLayout(0, layout))[None, :]
+    address, live = _rows_of_block(rows_of, low, PAGE_SIZE, BLOCK_N, layout)
+    near_half = gl.load(address[:, None] + latent, mask=live[:, None], other=0.0)
+    for block in range(low, high):
+        place = (block - low) % 2
+        phase = (phases >> place) & 1
+        phases ^= 1 << place
+        near = 0
+        if CROSSED:
+            near = place
+        far_half = gl.load(address[:, None] + (1 - near) * HALF + latent, mask=live[:, None], other=0.0)
+        mbarrier.wait(free_near.index(place), phase)
+        kv_near.index(place).store(_widen(near_half, dtype))
+        fence_async_shared()
+        signal(full_near.index(place))
+        if P > 0:
+            rope = gl.arange(0, P, gl.SliceLayout(0, layout))[None, :]
+            rope_part = gl.load(address[:, None] + R + rope, mask=live[:, None], other=0.0)
+        address, live = _rows_of_block(rows_of, block + 1, PAGE_SIZE, BLOCK_N, layout)
+        if CROSSED:
+            near = 1 - place
+        near_half = gl.load(address[:, None] + near * HALF + latent, mask=live[:, None], other=0.0)
+        mbarrier.wait(free_far.index(place), phase)
+        kv_far.index(place).store(_widen(far_half, dtype))
+        if P > 0:
+            kv_r.index(place).store(_widen(rope_part, dtype))
+        fence_async_shared()
+        signal(full_far.index(place))
+    return phases
 
 
 @gluon.jit
@@ -153,21 +234,15 @@ def produce(
     position, end = walk[0], walk[1]
     stride_token, stride_head, stride_page, stride_row = strides
     q_c, q_r = q_tile
-    kv_near, kv_far, kv_r = kv_tile
-    full_near, full_far, free_near, free_far, q_full, q_free = bars
+    q_full, q_free = bars[4], bars[5]
     HALF: gl.constexpr = R // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
     latent = gl.arange(0, HALF, gl.SliceLayout(0, layout))[None, :]
+    row = plan[4] + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     q_phase = 1
     phases = 3  # a bit for each place; the first round finds them free
     while position < end:
         request, before, queries, keys, low, high = segment(plan, position, end, PAGE_SIZE, BLOCK_N, CHUNK)
-        stop = gl.minimum(keys, high * BLOCK_N)
-        table = kv_indices + gl.load(plan[1] + request)
-        address, live = _rows_of_block(kv_cache, table, low, stop, stride_page, stride_row, PAGE_SIZE, BLOCK_N, layout)
-
-        row = plan[4] + gl.arange(0, BLOCK_M, rows_layout)
         token = gl.load(plan[0] + request) + row // plan[5]
         q_row = q + token.to(gl.int64) * stride_token + (row % plan[5]) * stride_head
         in_request = (row < gl.minimum(queries, plan[6]) * plan[5])[:, None]
@@ -180,23 +255,10 @@ def produce(
             _copy_async(q_r, q_row[:, None] + rope, mask=in_request)
         async_copy.mbarrier_arrive(q_full, increment_count=False)
 
-        for block in range(low, high):
-            place = (block - low) % 2
-            phase = (phases >> place) & 1
-            phases ^= 1 << place
-            near = 0
-            if CROSSED:
-                near = place
-            mbarrier.wait(free_near.index(place), phase)
-            _copy_async(kv_near.index(place), address[:, None] + near * HALF + latent, mask=live[:, None])
-            async_copy.mbarrier_arrive(full_near.index(place), increment_count=False)
-            mbarrier.wait(free_far.index(place), phase)
-            _copy_async(kv_far.index(place), address[:, None] + (1 - near) * HALF + latent, mask=live[:, None])
-            if P > 0:
-                rope = R + gl.arange(0, P, gl.SliceLayout(0, layout))[None, :]
-                _copy_async(kv_r.index(place), address[:, None] + rope, mask=live[:, None])
-            async_copy.mbarrier_arrive(full_far.index(place), increment_count=False)
-            address, live = _rows_of_block(
-                kv_cache, table, block + 1, stop, stride_page, stride_row, PAGE_SIZE, BLOCK_N, layout
-            )
+        stop = gl.minimum(keys, high * BLOCK_N)
+        rows_of = (kv_cache, kv_indices + gl.load(plan[1] + request), stop, stride_page, stride_row)
+        if kv_cache.dtype.element_ty == q.dtype.element_ty:
+            phases = _copy_blocks(rows_of, low, high, kv_tile, bars, phases, R, P, PAGE_SIZE, BLOCK_N, CROSSED)
+        else:
+            phases = _convert_blocks(rows_of, low, high, kv_tile, bars, phases, R, P, PAGE_SIZE, BLOCK_N, CROSSED)
         position = before + high

@@ -12,12 +12,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-__all__ = ["LN_2", "barrier", "make_bars", "my_share", "note_span", "produce", "segment", "signal", "zero"]
+__all__ = [
+    "LN_2",
+    "barrier",
+    "copy_async",
+    "make_bars",
+    "my_share",
+    "note_span",
+    "produce",
+    "segment",
+    "signal",
+    "zero",
+]
 
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 # Triton 3.9 renamed both.
-_copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
@@ -160,13 +171,13 @@ def _copy_blocks(
         if CROSSED:
             near = place
         mbarrier.wait(free_near.index(place), phase)
-        _copy_async(kv_near.index(place), address[:, None] + near * HALF + latent, mask=live[:, None])
+        copy_async(kv_near.index(place), address[:, None] + near * HALF + latent, mask=live[:, None])
         async_copy.mbarrier_arrive(full_near.index(place), increment_count=False)
         mbarrier.wait(free_far.index(place), phase)
-        _copy_async(kv_far.index(place), address[:, None] + (1 - near) * HALF + latent, mask=live[:, None])
+        copy_async(kv_far.index(place), address[:, None] + (1 - near) * HALF + latent, mask=live[:, None])
         if P > 0:
             rope = R + gl.arange(0, P, gl.SliceLayout(0, layout))[None, :]
-            _copy_async(kv_r.index(place), address[:, None] + rope, mask=live[:, None])
+            copy_async(kv_r.index(place), address[:, None] + rope, mask=live[:, None])
         async_copy.mbarrier_arrive(full_far.index(place), increment_count=False)
         address, live = _rows_of_block(rows_of, block + 1, PAGE_SIZE, BLOCK_N, layout)
     return phases
@@ -248,11 +259,11 @@ def produce(
         in_request = (row < gl.minimum(queries, plan[6]) * plan[5])[:, None]
         mbarrier.wait(q_free, q_phase)
         q_phase ^= 1
-        _copy_async(q_c.index(0), q_row[:, None] + latent, mask=in_request)
-        _copy_async(q_c.index(1), q_row[:, None] + HALF + latent, mask=in_request)
+        copy_async(q_c.index(0), q_row[:, None] + latent, mask=in_request)
+        copy_async(q_c.index(1), q_row[:, None] + HALF + latent, mask=in_request)
         if P > 0:
             rope = R + gl.arange(0, P, gl.SliceLayout(0, layout))[None, :]
-            _copy_async(q_r, q_row[:, None] + rope, mask=in_request)
+            copy_async(q_r, q_row[:, None] + rope, mask=in_request)
         async_copy.mbarrier_arrive(q_full, increment_count=False)
 
         stop = gl.minimum(keys, high * BLOCK_N)

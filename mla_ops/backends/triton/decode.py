@@ -124,7 +124,7 @@ def decode_launches(
         },
         {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.extra)},
     )
-    group, parts, columns = _merge_shape(num_requests, programs, rank)
+    group, parts, columns = _merge_shape(num_requests, rows, programs, rank)
     early = config.kernel in _EARLY
     merge = Launch(
         merge_kernel,
@@ -146,13 +146,14 @@ def decode_launches(
     return decode, merge
 
 
-def _merge_shape(num_requests: int, programs: int, rank: int) -> tuple[int, int, int]:
+def _merge_shape(requests: int, rows: int, programs: int, rank: int) -> tuple[int, int, int]:
     """Rows, parts and columns of a program of the merge.
 
-    Few requests have many parts each and need them loaded side by side; many requests have two or three.
+    Few requests have many parts each and need them loaded side by side, and so do few rows. Many rows have two or three.
     """
-    few = num_requests * 8 <= programs
-    return (1, 16, min(rank, 256)) if few else (8, 1, rank)
+    if requests * 8 <= programs:
+        return 1, 32, min(rank, 256)
+    return (1, 4, rank) if requests * rows <= 1024 else (8, 1, rank)
 
 
 def _config(q: Tensor, kv_cache: Tensor, rows: int, rank: int) -> DecodeConfig:

@@ -38,7 +38,7 @@ def _consume(
     R: gl.constexpr, P: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     CHUNK: gl.constexpr,
 ):  # fmt: skip
-    position, end, share, larger = walk
+    position = walk[0]
     out, lse, part_out, part_lse, spans = results
     qk_scale, v_scale = scales
     q_c, q_r = q_tile
@@ -52,8 +52,10 @@ def _consume(
     keys_of: gl.constexpr = gl.SliceLayout(1, layout)
     q_phase = 0
     phases = 0  # a bit for each place
-    while position < end:
-        request, before, queries, keys, low, high = segment(plan, position, end, PAGE_SIZE, BLOCK_N, CHUNK)
+    while position < walk[1]:
+        request, before, queries, keys, low, high, position = segment(
+            plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK
+        )
         column = gl.arange(0, BLOCK_M, columns)
         visible = gl.minimum(keys - queries + 1 + (plan[4] + column) // plan[5], keys)
         m = gl.full([BLOCK_M], -float("inf"), gl.float32, columns)
@@ -120,8 +122,7 @@ def _consume(
             gl.store(parts + HALF, right * factor)
             gl.store(part_lse + target, log_sum)
         if low == 0:
-            note_span(spans, plan, request, before, keys, share, larger, BLOCK_N)
-        position = before + high
+            note_span(spans, plan, walk, request, before, keys, BLOCK_N)
 
 
 @gluon.jit(do_not_specialize=["softmax_scale_log2", "num_requests", "num_heads", "max_seqlen_q"])
@@ -165,7 +166,7 @@ def decode_hopper_slim_kernel(
             (_consume, (plan, walk, results, (qk_scale, v_scale), (q_c, q_r), (kv_near, kv_far, kv_r), weights, bars,
                         R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK)),
             (produce, (plan, walk, q, kv_cache, kv_indices, strides, (q_c, q_r), (kv_near, kv_far, kv_r), bars,
-                       R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, False)),
+                       R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, False, 4)),
         ],
         [4],
         [registers],

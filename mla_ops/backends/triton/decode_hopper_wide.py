@@ -87,7 +87,7 @@ def _consume(
     CHUNK: gl.constexpr, MINE: gl.constexpr,
 ):  # fmt: skip
     """Score and weigh the blocks of place MINE, and sum all blocks' values in half MINE of the columns."""
-    position, end, share, larger = walk
+    position = walk[0]
     out, lse, part_out, part_lse, spans = results
     qk_scale, v_scale = scales
     kv_near, kv_far = kv_tile[0], kv_tile[1]
@@ -108,8 +108,10 @@ def _consume(
     q_phase = 0
     my_phase = 0
     other_phase = 0
-    while position < end:
-        request, before, queries, keys, low, high = segment(plan, position, end, PAGE_SIZE, BLOCK_N, CHUNK)
+    while position < walk[1]:
+        request, before, queries, keys, low, high, position = segment(
+            plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK
+        )
         visible = gl.minimum(keys - queries + 1 + row // plan[5], keys)
         m = gl.full([BLOCK_M], -float("inf"), gl.float32, s_rows)
         l = gl.zeros([BLOCK_M], gl.float32, s_rows)
@@ -169,8 +171,7 @@ def _consume(
             if MINE == 0:
                 gl.store(part_lse + base + in_tile, log_sum)
         if (MINE == 0) & (low == 0):
-            note_span(spans, plan, request, before, keys, share, larger, BLOCK_N)
-        position = before + high
+            note_span(spans, plan, walk, request, before, keys, BLOCK_N)
 
 
 @gluon.jit(do_not_specialize=["softmax_scale_log2", "num_requests", "num_heads", "max_seqlen_q"])
@@ -227,7 +228,7 @@ def decode_hopper_wide_kernel(
             (_consume, (plan, walk, results, (qk_scale, v_scale), q_tile, kv_tile, exchange, bars,
                         R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, 1)),
             (produce, (plan, walk, q, kv_cache, kv_indices, strides, q_tile, kv_tile, bars,
-                       R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, True)),
+                       R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, True, 3)),
         ],
         [4, 4],
         [224, 56] if same else [216, 72],

@@ -58,34 +58,65 @@ def _tile_blocks(plan, first, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CH
 
 @gluon.jit
 def my_share(plan, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr):
-    """First block and end of this program's share, blocks of a share, and how many shares have one more."""
+    """This program's share of the line: its first block and its end, blocks of a share, how many shares have one more,
+    and ``place``, 0 or the blocks that each request takes in the line.
+
+    Equal shares begin and end anywhere in a request. Where requests are about equally long, shares of whole requests or
+    of equal parts of one are hardly larger, and there is less to merge and no second start: then each request has the
+    place of the longest one.
+    """
     total = 0
+    longest = 0
+    shortest = 1
     for first in range(0, plan[3], CHUNK):
-        total += gl.sum(_tile_blocks(plan, first, PAGE_SIZE, BLOCK_N, CHUNK), 0)
+        blocks = _tile_blocks(plan, first, PAGE_SIZE, BLOCK_N, CHUNK)
+        absent = first + gl.arange(0, CHUNK, blocks.type.layout) >= plan[3]
+        total += gl.sum(blocks, 0)
+        longest = gl.maximum(longest, gl.max(blocks, 0))
+        shortest = gl.minimum(shortest, gl.min(gl.where(absent, 1, blocks), 0))
     program = gl.program_id(1)
     programs = gl.num_programs(1)
-    share = total // programs
-    larger = total % programs
-    position = program * share + gl.minimum(program, larger)
-    return position, position + share + (program < larger).to(gl.int32), share, larger
+    parts = programs // plan[3]
+    even = gl.where(parts > 1, gl.cdiv(longest, gl.maximum(parts, 1)), gl.cdiv(plan[3], programs) * longest)
+    if (shortest > 0) & (even * programs <= total + total // 16):
+        place = gl.where(parts > 1, even * parts, longest)
+        position = program * even
+        end = gl.minimum(position + even, plan[3] * place)
+        if (parts > 1) & (position < end):
+            _, keys = _request_lengths(plan, position // place, True, PAGE_SIZE)
+            end = gl.minimum(end, position // place * place + gl.cdiv(keys, BLOCK_N))
+        share = even
+        larger = 0
+    else:
+        place = 0
+        share = total // programs
+        larger = total % programs
+        position = program * share + gl.minimum(program, larger)
+        end = position + share + (program < larger).to(gl.int32)
+    return position, end, share, larger, place
 
 
 @gluon.jit
-def segment(plan, position, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr):
+def segment(plan, walk, position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr):
     """What the share has from ``position`` on of one request: it, the position of its first block, its queries and
-    keys, and the first block and the end of those that are in the share."""
+    keys, the first block and the end of those that are in the share, and the position of what comes next."""
+    end, place = walk[1], walk[4]
     request = 0
     before = 0
-    seen = 0
-    for first in range(0, plan[3], CHUNK):
-        blocks = _tile_blocks(plan, first, PAGE_SIZE, BLOCK_N, CHUNK)
-        behind = seen + gl.associative_scan(blocks, 0, _add) <= position
-        request += gl.sum(behind.to(gl.int32), 0)
-        before += gl.sum(gl.where(behind, blocks, 0), 0)
-        seen += gl.sum(blocks, 0)
+    if place > 0:
+        request = position // place
+        before = request * place
+    else:
+        seen = 0
+        for first in range(0, plan[3], CHUNK):
+            blocks = _tile_blocks(plan, first, PAGE_SIZE, BLOCK_N, CHUNK)
+            behind = seen + gl.associative_scan(blocks, 0, _add) <= position
+            request += gl.sum(behind.to(gl.int32), 0)
+            before += gl.sum(gl.where(behind, blocks, 0), 0)
+            seen += gl.sum(blocks, 0)
     queries, keys = _request_lengths(plan, request, True, PAGE_SIZE)
-    high = gl.minimum((keys + BLOCK_N - 1) // BLOCK_N, end - before)
-    return request, before, queries, keys, position - before, high
+    high = gl.minimum(gl.cdiv(keys, BLOCK_N), end - before)
+    return request, before, queries, keys, position - before, high, before + gl.maximum(high, place)
 
 
 @gluon.jit
@@ -102,9 +133,10 @@ def _rows_of_block(rows_of, block, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexp
 
 
 @gluon.jit
-def note_span(spans, plan, request, before, keys, share, larger, BLOCK_N: gl.constexpr):
+def note_span(spans, plan, walk, request, before, keys, BLOCK_N: gl.constexpr):
     """Note the first and the last program of a request, in the program that has its first block."""
-    final = before + (keys + BLOCK_N - 1) // BLOCK_N - 1
+    share, larger = walk[2], walk[3]
+    final = before + gl.cdiv(keys, BLOCK_N) - 1
     of_larger = larger * (share + 1)
     last = gl.where(final < of_larger, final // (share + 1), larger + (final - of_larger) // gl.maximum(share, 1))
     span = spans + (gl.program_id(0) * plan[3] + request) * 2
@@ -190,44 +222,73 @@ def _widen(x, dtype: gl.constexpr):
 
 
 @gluon.jit
+def _load_piece(
+    address, live, near, PIECE: gl.constexpr, R: gl.constexpr, P: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """64 columns or less of a block: those of the near half, those of the far half, the rope columns."""
+    WIDTH: gl.constexpr = min(64, R // 2)
+    OF_HALF: gl.constexpr = R // 2 // WIDTH
+    if PIECE < OF_HALF:
+        column = near * (R // 2) + PIECE * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    elif PIECE < 2 * OF_HALF:
+        column = (1 - near) * (R // 2) + (PIECE - OF_HALF) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    else:
+        column = R + gl.arange(0, P, gl.SliceLayout(0, layout))
+    return gl.load(address[:, None] + column[None, :], mask=live[:, None], other=0.0)
+
+
+@gluon.jit
 def _convert_blocks(
     rows_of, low, high, kv_tile, bars, phases,
     R: gl.constexpr, P: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CROSSED: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Bring blocks low..high of an fp8 cache to the tile's dtype on the way; a half is loaded while one is stored."""
+    """Bring blocks low..high of an fp8 cache to the tile's dtype on the way, a piece at a time, AHEAD of them under way
+    in registers."""
     kv_near, kv_far, kv_r = kv_tile
     full_near, full_far, free_near, free_far = bars[0], bars[1], bars[2], bars[3]
-    HALF: gl.constexpr = R // 2
+    WIDTH: gl.constexpr = min(64, R // 2)
+    OF_HALF: gl.constexpr = R // 2 // WIDTH
+    PIECES: gl.constexpr = 2 * OF_HALF + (1 if P > 0 else 0)
     dtype: gl.constexpr = kv_near.dtype
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
-    latent = gl.arange(0, HALF, gl.SliceLayout(0, layout))[None, :]
     address, live = _rows_of_block(rows_of, low, PAGE_SIZE, BLOCK_N, layout)
-    near_half = gl.load(address[:, None] + latent, mask=live[:, None], other=0.0)
+    pieces = ()
+    for piece in gl.static_range(AHEAD):
+        pieces = pieces + (_load_piece(address, live, 0, piece, R, P, layout),)
     for block in range(low, high):
         place = (block - low) % 2
         phase = (phases >> place) & 1
         phases ^= 1 << place
         near = 0
+        near_next = 0
         if CROSSED:
             near = place
-        far_half = gl.load(address[:, None] + (1 - near) * HALF + latent, mask=live[:, None], other=0.0)
-        mbarrier.wait(free_near.index(place), phase)
-        kv_near.index(place).store(_widen(near_half, dtype))
-        fence_async_shared()
-        signal(full_near.index(place))
-        if P > 0:
-            rope = gl.arange(0, P, gl.SliceLayout(0, layout))[None, :]
-            rope_part = gl.load(address[:, None] + R + rope, mask=live[:, None], other=0.0)
-        address, live = _rows_of_block(rows_of, block + 1, PAGE_SIZE, BLOCK_N, layout)
-        if CROSSED:
-            near = 1 - place
-        near_half = gl.load(address[:, None] + near * HALF + latent, mask=live[:, None], other=0.0)
-        mbarrier.wait(free_far.index(place), phase)
-        kv_far.index(place).store(_widen(far_half, dtype))
-        if P > 0:
-            kv_r.index(place).store(_widen(rope_part, dtype))
+            near_next = 1 - place
+        address_next, live_next = _rows_of_block(rows_of, block + 1, PAGE_SIZE, BLOCK_N, layout)
+        for piece in gl.static_range(PIECES):
+            if piece == 0:
+                mbarrier.wait(free_near.index(place), phase)
+            if piece == OF_HALF:
+                fence_async_shared()
+                signal(full_near.index(place))
+                mbarrier.wait(free_far.index(place), phase)
+            values = _widen(pieces[0], dtype)
+            if piece < OF_HALF:
+                kv_near.index(place).slice(piece * WIDTH, WIDTH, dim=1).store(values)
+            elif piece < 2 * OF_HALF:
+                kv_far.index(place).slice((piece - OF_HALF) * WIDTH, WIDTH, dim=1).store(values)
+            else:
+                kv_r.index(place).store(values)
+            if piece + AHEAD < PIECES:
+                loaded = _load_piece(address, live, near, piece + AHEAD, R, P, layout)
+            else:
+                loaded = _load_piece(address_next, live_next, near_next, piece + AHEAD - PIECES, R, P, layout)
+            pieces = pieces[1:] + (loaded,)
         fence_async_shared()
         signal(full_far.index(place))
+        address = address_next
+        live = live_next
     return phases
 
 
@@ -235,14 +296,14 @@ def _convert_blocks(
 def produce(
     plan, walk, q, kv_cache, kv_indices, strides, q_tile, kv_tile, bars,
     R: gl.constexpr, P: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    CHUNK: gl.constexpr, CROSSED: gl.constexpr,
+    CHUNK: gl.constexpr, CROSSED: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Copy the tile of q of each request, and the blocks of its keys into two places in turn.
 
     Two halves of R / 2 columns of a block come one after another. The near half is the left one; with CROSSED it is
     the right one in place 1. The rope columns come with the far half.
     """
-    position, end = walk[0], walk[1]
+    position = walk[0]
     stride_token, stride_head, stride_page, stride_row = strides
     q_c, q_r = q_tile
     q_full, q_free = bars[4], bars[5]
@@ -252,8 +313,10 @@ def produce(
     row = plan[4] + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     q_phase = 1
     phases = 3  # a bit for each place; the first round finds them free
-    while position < end:
-        request, before, queries, keys, low, high = segment(plan, position, end, PAGE_SIZE, BLOCK_N, CHUNK)
+    while position < walk[1]:
+        request, before, queries, keys, low, high, position = segment(
+            plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK
+        )
         token = gl.load(plan[0] + request) + row // plan[5]
         q_row = q + token.to(gl.int64) * stride_token + (row % plan[5]) * stride_head
         in_request = (row < gl.minimum(queries, plan[6]) * plan[5])[:, None]
@@ -271,5 +334,4 @@ def produce(
         if kv_cache.dtype.element_ty == q.dtype.element_ty:
             phases = _copy_blocks(rows_of, low, high, kv_tile, bars, phases, R, P, PAGE_SIZE, BLOCK_N, CROSSED)
         else:
-            phases = _convert_blocks(rows_of, low, high, kv_tile, bars, phases, R, P, PAGE_SIZE, BLOCK_N, CROSSED)
-        position = before + high
+            phases = _convert_blocks(rows_of, low, high, kv_tile, bars, phases, R, P, PAGE_SIZE, BLOCK_N, CROSSED, AHEAD)

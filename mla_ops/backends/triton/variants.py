@@ -64,7 +64,8 @@ def _paged(
     scale = _meta(1, dtype=torch.float32) if kv_dtype in FLOAT8_DTYPES else None
     row = decode_config(arch, heads * query_len, dtype, kv_dtype)
     launches: dict[tuple[object, ...], Launch] = {}
-    for requests, units in ((1, 64), (64, 1)):  # a request in many parts, and in few: two merge kernels
+    # A request in many parts, and in few, of few rows in all or many: three merge kernels.
+    for requests, units in ((1, 64), (8, 1), (1024, 1)):
         index, lens = _meta(requests + 1, dtype=torch.int32), _meta(requests, dtype=torch.int32)
         for launch in decode_launches(
             _meta(requests * query_len, heads, config.latent_dim, dtype=dtype), cache, index, index, index, lens,

@@ -149,7 +149,8 @@ def decode_launches(
 def _merge_shape(requests: int, rows: int, programs: int, rank: int) -> tuple[int, int, int]:
     """Rows, parts and columns of a program of the merge.
 
-    Few requests have many parts each and need them loaded side by side, and so do few rows. Many rows have two or three.
+    Few requests have many parts each and need them loaded side by side, and so do few rows in all. Many rows have two or
+    three parts.
     """
     if requests * 8 <= programs:
         return 1, 32, min(rank, 256)

@@ -53,9 +53,7 @@ def _consume(
     q_phase = 0
     phases = 0  # a bit for each place
     while position < walk[1]:
-        request, before, queries, keys, low, high, position = segment(
-            plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK
-        )
+        request, before, queries, keys, low, high, position = segment(plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK)
         column = gl.arange(0, BLOCK_M, columns)
         visible = gl.minimum(keys - queries + 1 + (plan[4] + column) // plan[5], keys)
         m = gl.full([BLOCK_M], -float("inf"), gl.float32, columns)
@@ -166,7 +164,7 @@ def decode_hopper_slim_kernel(
             (_consume, (plan, walk, results, (qk_scale, v_scale), (q_c, q_r), (kv_near, kv_far, kv_r), weights, bars,
                         R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK)),
             (produce, (plan, walk, q, kv_cache, kv_indices, strides, (q_c, q_r), (kv_near, kv_far, kv_r), bars,
-                       R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, False, 4)),
+                       R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, False, 8)),
         ],
         [4],
         [registers],

@@ -26,11 +26,11 @@ __all__ = ["decode_hopper_wide_kernel"]
 
 
 @gluon.jit
-def _start_scores(
+def _scores(
     q_tile, kv_tile, bars, phase, P: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PLACE: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Start Q K of the block in PLACE, each half as it arrives: two products, and one more for P > 0."""
+    """Q K of the block in PLACE, each half as it arrives."""
     q_c, q_r = q_tile
     kv_near, kv_far, kv_r = kv_tile
     place = PLACE + zero()
@@ -44,7 +44,7 @@ def _start_scores(
     scores = warpgroup_mma(q_c.index(1 - place), kv_far.index(place).permute((1, 0)), scores, is_async=True)
     if P > 0:
         scores = warpgroup_mma(q_r, kv_r.index(place).permute((1, 0)), scores, is_async=True)
-    return scores
+    return warpgroup_mma_wait(0, deps=[scores])
 
 
 @gluon.jit
@@ -71,13 +71,17 @@ def _hand_over(p, m, l, exchange, PLACE: gl.constexpr):
 
 
 @gluon.jit
-def _take_over(m, exchange, phase, PLACE: gl.constexpr, layout: gl.constexpr):
-    """The factor of what was summed before the other warpgroup's block, the maximum and the sum up to it."""
-    maxima, sums, ready = exchange[1], exchange[2], exchange[3]
+def _add_other(m, values, exchange, phase, other_values, free, PLACE: gl.constexpr, layout: gl.constexpr):
+    """Add the values of the block in PLACE by the other warpgroup's weights; the maximum and the sum up to it."""
+    weights, maxima, sums, ready = exchange
     mbarrier.wait(ready.index(PLACE), phase)
     m_new = maxima.index(PLACE).load(layout)
+    l = sums.index(PLACE).load(layout)
     shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-    return gl.exp2(m - shift), m_new, sums.index(PLACE).load(layout)
+    values = values * gl.convert_layout(gl.exp2(m - shift), gl.SliceLayout(1, values.type.layout))[:, None]
+    values = warpgroup_mma(weights.index(PLACE), other_values, values)
+    signal(free.index(PLACE))
+    return m_new, l, values
 
 
 @gluon.jit
@@ -102,54 +106,35 @@ def _consume(
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     my_values = kv_near.index(MINE)
     other_values = kv_far.index(OTHER)
-    other_weights = exchange[0].index(OTHER)
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
     row = plan[4] + gl.arange(0, BLOCK_M, s_rows)
     q_phase = 0
     my_phase = 0
     other_phase = 0
     while position < walk[1]:
-        request, before, queries, keys, low, high, position = segment(
-            plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK
-        )
+        request, before, queries, keys, low, high, position = segment(plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK)
         visible = gl.minimum(keys - queries + 1 + row // plan[5], keys)
         m = gl.full([BLOCK_M], -float("inf"), gl.float32, s_rows)
         l = gl.zeros([BLOCK_M], gl.float32, s_rows)
         values = gl.zeros([BLOCK_M, HALF], gl.float32, o_layout)
         mbarrier.wait(q_full, q_phase)
         q_phase ^= 1
-        if MINE == 0:
-            scores = _start_scores(q_tile, kv_tile, bars, my_phase, P, BLOCK_M, BLOCK_N, MINE, s_layout)
+        for block in range(low + MINE, high, 2):
+            if block > low:
+                m, l, values = _add_other(m, values, exchange, other_phase, other_values, free_far, OTHER, s_rows)
+                other_phase ^= 1
+            scores = _scores(q_tile, kv_tile, bars, my_phase, P, BLOCK_M, BLOCK_N, MINE, s_layout)
             my_phase ^= 1
-            logits = warpgroup_mma_wait(0, deps=[scores])
-            p, alpha, m, l = _weigh(logits, low * BLOCK_N + column, visible, m, l, qk_scale)
+            p, alpha, m, l = _weigh(scores, block * BLOCK_N + column, visible, m, l, qk_scale)
             p = gl.convert_layout(p.to(dtype), p_layout)
             _hand_over(p, m, l, exchange, MINE)
-            values = warpgroup_mma(p, my_values, values)
-            signal(free_near.index(MINE))
-        for block in range(low + 2 - MINE, high, 2):
-            scores = _start_scores(q_tile, kv_tile, bars, my_phase, P, BLOCK_M, BLOCK_N, MINE, s_layout)
-            my_phase ^= 1
-            alpha, m, l = _take_over(m, exchange, other_phase, OTHER, s_rows)
-            other_phase ^= 1
-            values = values * gl.convert_layout(alpha, o_rows)[:, None]
-            sums = warpgroup_mma(other_weights, other_values, values, is_async=True)
-            logits = warpgroup_mma_wait(1, deps=[scores])
-            p, alpha, m, l = _weigh(logits, block * BLOCK_N + column, visible, m, l, qk_scale)
-            p = gl.convert_layout(p.to(dtype), p_layout)
-            _hand_over(p, m, l, exchange, MINE)
-            values = warpgroup_mma_wait(0, deps=[sums])
-            signal(free_far.index(OTHER))
             values = values * gl.convert_layout(alpha, o_rows)[:, None]
             values = warpgroup_mma(p, my_values, values)
             signal(free_near.index(MINE))
         signal(q_free)
         if (high - low) % 2 == MINE:  # the last block is the other warpgroup's
-            alpha, m, l = _take_over(m, exchange, other_phase, OTHER, s_rows)
+            m, l, values = _add_other(m, values, exchange, other_phase, other_values, free_far, OTHER, s_rows)
             other_phase ^= 1
-            values = values * gl.convert_layout(alpha, o_rows)[:, None]
-            values = warpgroup_mma(other_weights, other_values, values)
-            signal(free_far.index(OTHER))
 
         l = gl.where(l == 0.0, 1.0, l)  # of a row that sees no key: values are 0 and m -inf
         values = values * gl.convert_layout(v_scale / l, o_rows)[:, None]
@@ -228,8 +213,8 @@ def decode_hopper_wide_kernel(
             (_consume, (plan, walk, results, (qk_scale, v_scale), q_tile, kv_tile, exchange, bars,
                         R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, 1)),
             (produce, (plan, walk, q, kv_cache, kv_indices, strides, q_tile, kv_tile, bars,
-                       R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, True, 3)),
+                       R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, True, 4)),
         ],
         [4, 4],
-        [224, 56] if same else [216, 72],
+        [224, 56] if same else [208, 88],
     )  # fmt: skip

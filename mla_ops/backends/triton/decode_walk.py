@@ -215,26 +215,61 @@ def _copy_blocks(
     return phases
 
 
-@gluon.jit
-def _widen(x, dtype: gl.constexpr):
-    # fp8 to bf16 in one step is a slow instruction for each element
-    return x.to(gl.float32).to(dtype) if dtype == gl.bfloat16 else x.to(dtype)
+# Four fp8 in a word to four of 16 bits in two. To bf16 by way of fp32: the direct step is slow, one at a time.
+_TO_HALF: gl.constexpr = gl.constexpr("""{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+_TO_BFLOAT: gl.constexpr = gl.constexpr("""{
+    .reg .b16 low, high, a, b;
+    .reg .b32 pair, x, y;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 pair, low;
+    mov.b32 {a, b}, pair;
+    cvt.f32.f16 x, a;
+    cvt.f32.f16 y, b;
+    cvt.rn.bf16x2.f32 $0, y, x;
+    cvt.rn.f16x2.e4m3x2 pair, high;
+    mov.b32 {a, b}, pair;
+    cvt.f32.f16 x, a;
+    cvt.f32.f16 y, b;
+    cvt.rn.bf16x2.f32 $1, y, x;
+}""")
 
 
 @gluon.jit
 def _load_piece(
     address, live, near, PIECE: gl.constexpr, R: gl.constexpr, P: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """64 columns or less of a block: those of the near half, those of the far half, the rope columns."""
+    """64 columns or less of a block, four in a word: of the near half, of the far half, the rope columns."""
     WIDTH: gl.constexpr = min(64, R // 2)
     OF_HALF: gl.constexpr = R // 2 // WIDTH
     if PIECE < OF_HALF:
-        column = near * (R // 2) + PIECE * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+        first = near * (R // 2) + PIECE * WIDTH
+        WORDS: gl.constexpr = WIDTH // 4
     elif PIECE < 2 * OF_HALF:
-        column = (1 - near) * (R // 2) + (PIECE - OF_HALF) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+        first = (1 - near) * (R // 2) + (PIECE - OF_HALF) * WIDTH
+        WORDS: gl.constexpr = WIDTH // 4
     else:
-        column = R + gl.arange(0, P, gl.SliceLayout(0, layout))
-    return gl.load(address[:, None] + column[None, :], mask=live[:, None], other=0.0)
+        first = R
+        WORDS: gl.constexpr = P // 4
+    words = (address + first).to(gl.pointer_type(gl.int32), bitcast=True)
+    column = gl.arange(0, WORDS, gl.SliceLayout(0, layout))
+    return gl.load(words[:, None] + column[None, :], mask=live[:, None], other=0)
+
+
+@gluon.jit
+def _store_piece(target, words, FIRST: gl.constexpr, asm: gl.constexpr):
+    """Four columns in a word to the tile's dtype, into ``target`` from column FIRST on."""
+    low, high = gl.inline_asm_elementwise(asm, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+    ROWS: gl.constexpr = words.shape[0]
+    WIDTH: gl.constexpr = words.shape[1] * 2
+    COLUMNS: gl.constexpr = target.shape[1] // 2
+    pairs = gl.reshape(gl.join(low, high), [ROWS, WIDTH])
+    shared: gl.constexpr = gl.NVMMASharedLayout(target.layout.swizzle_byte_width, 32, 2)
+    target._reinterpret(gl.int32, [ROWS, COLUMNS], shared).slice(FIRST // 2, WIDTH, dim=1).store(pairs)
 
 
 @gluon.jit
@@ -243,19 +278,20 @@ def _convert_blocks(
     R: gl.constexpr, P: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CROSSED: gl.constexpr,
     AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Bring blocks low..high of an fp8 cache to the tile's dtype on the way, a piece at a time, AHEAD of them under way
-    in registers."""
+    """Bring blocks low..high of an fp8 cache to the tile's dtype on the way, a piece at a time. Up to AHEAD of them are under
+    way in registers."""
     kv_near, kv_far, kv_r = kv_tile
     full_near, full_far, free_near, free_far = bars[0], bars[1], bars[2], bars[3]
     WIDTH: gl.constexpr = min(64, R // 2)
     OF_HALF: gl.constexpr = R // 2 // WIDTH
     PIECES: gl.constexpr = 2 * OF_HALF + (1 if P > 0 else 0)
-    dtype: gl.constexpr = kv_near.dtype
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
+    asm: gl.constexpr = _TO_BFLOAT if kv_near.dtype == gl.bfloat16 else _TO_HALF
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     address, live = _rows_of_block(rows_of, low, PAGE_SIZE, BLOCK_N, layout)
+    ahead: gl.constexpr = min(AHEAD, PIECES)
     pieces = ()
-    for piece in gl.static_range(AHEAD):
-        pieces = pieces + (_load_piece(address, live, 0, piece, R, P, layout),)
+    for piece in gl.static_range(ahead):
+        pieces = pieces + (_load_piece(address, live, 0, piece, R, P, layout),)  # noqa: RUF005
     for block in range(low, high):
         place = (block - low) % 2
         phase = (phases >> place) & 1
@@ -273,18 +309,17 @@ def _convert_blocks(
                 fence_async_shared()
                 signal(full_near.index(place))
                 mbarrier.wait(free_far.index(place), phase)
-            values = _widen(pieces[0], dtype)
             if piece < OF_HALF:
-                kv_near.index(place).slice(piece * WIDTH, WIDTH, dim=1).store(values)
+                _store_piece(kv_near.index(place), pieces[0], piece * WIDTH, asm)
             elif piece < 2 * OF_HALF:
-                kv_far.index(place).slice((piece - OF_HALF) * WIDTH, WIDTH, dim=1).store(values)
+                _store_piece(kv_far.index(place), pieces[0], (piece - OF_HALF) * WIDTH, asm)
             else:
-                kv_r.index(place).store(values)
-            if piece + AHEAD < PIECES:
-                loaded = _load_piece(address, live, near, piece + AHEAD, R, P, layout)
+                _store_piece(kv_r.index(place), pieces[0], 0, asm)
+            if piece + ahead < PIECES:
+                loaded = _load_piece(address, live, near, piece + ahead, R, P, layout)
             else:
-                loaded = _load_piece(address_next, live_next, near_next, piece + AHEAD - PIECES, R, P, layout)
-            pieces = pieces[1:] + (loaded,)
+                loaded = _load_piece(address_next, live_next, near_next, piece + ahead - PIECES, R, P, layout)
+            pieces = pieces[1:] + (loaded,)  # noqa: RUF005
         fence_async_shared()
         signal(full_far.index(place))
         address = address_next
@@ -314,9 +349,7 @@ def produce(
     q_phase = 1
     phases = 3  # a bit for each place; the first round finds them free
     while position < walk[1]:
-        request, before, queries, keys, low, high, position = segment(
-            plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK
-        )
+        request, _before, queries, keys, low, high, position = segment(plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK)
         token = gl.load(plan[0] + request) + row // plan[5]
         q_row = q + token.to(gl.int64) * stride_token + (row % plan[5]) * stride_head
         in_request = (row < gl.minimum(queries, plan[6]) * plan[5])[:, None]
@@ -334,4 +367,6 @@ def produce(
         if kv_cache.dtype.element_ty == q.dtype.element_ty:
             phases = _copy_blocks(rows_of, low, high, kv_tile, bars, phases, R, P, PAGE_SIZE, BLOCK_N, CROSSED)
         else:
-            phases = _convert_blocks(rows_of, low, high, kv_tile, bars, phases, R, P, PAGE_SIZE, BLOCK_N, CROSSED, AHEAD)
+            phases = _convert_blocks(
+                rows_of, low, high, kv_tile, bars, phases, R, P, PAGE_SIZE, BLOCK_N, CROSSED, AHEAD
+            )

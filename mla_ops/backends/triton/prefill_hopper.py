@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_ops.backends.triton.decode_walk import LN_2, copy_async, signal, zero
+from mla_ops.backends.triton.decode_walk import LN_2, copy_async, signal
 
 __all__ = ["prefill_hopper_kernel"]
 
@@ -46,7 +46,7 @@ def _tile(lens, tile, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.c
         end = gl.minimum(gl.maximum(first_row + BLOCK_M + shift, 0), keys)
         whole = gl.minimum(gl.maximum(first_row + shift + 1, 0), keys) // BLOCK_N
     blocks = gl.where(first_row < 0, 0, (end + BLOCK_N - 1) // BLOCK_N)
-    return head, first_q, all_queries, first_k, keys, shift, first_row, whole, blocks
+    return head, first_q, all_queries, queries, first_k, keys, shift, first_row, whole, blocks
 
 
 @gluon.jit
@@ -68,11 +68,8 @@ def _produce(
     q_phase = 1
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        head, first_q, all_queries, first_k, keys, shift, first_row, whole, blocks = _tile(
-            lens, tile, BLOCK_M, BLOCK_N, CAUSAL
-        )
+        head, first_q, _, queries, first_k, keys, _, first_row, _, blocks = _tile(lens, tile, BLOCK_M, BLOCK_N, CAUSAL)
         if blocks > 0:
-            queries = gl.minimum(all_queries, lens[3])
             mbarrier.wait(q_free, q_phase)
             q_phase ^= 1
             q_head = q + first_q.to(gl.int64) * stride_q + head * stride_q_head
@@ -185,7 +182,7 @@ def _consume(
     q_phase = 0
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        head, first_q, all_queries, first_k, keys, shift, first_row, whole, blocks = _tile(
+        head, first_q, all_queries, queries, _, keys, shift, first_row, whole, blocks = _tile(
             lens, tile, BLOCK_M, BLOCK_N, CAUSAL
         )
         row = first_row + MINE * ROWS + gl.arange(0, ROWS, s_rows)
@@ -201,7 +198,7 @@ def _consume(
             scores = _start_scores(q_tile, k_tile, k_full, count, NARROW, MINE, zeros)
             logits = warpgroup_mma_wait(0, deps=[scores])
             signal(k_free.index(count % 2))
-            weights, alpha, m, l = _weigh(logits, (blocks - 1) * BLOCK_N + column, visible, m, l, qk_scale, True)
+            weights, _alpha, m, l = _weigh(logits, (blocks - 1) * BLOCK_N + column, visible, m, l, qk_scale, True)
             p = gl.convert_layout(weights.to(dtype), p_layout)
             count += 1
             masked = gl.minimum(whole, blocks - 1)
@@ -219,7 +216,6 @@ def _consume(
             fence_async_shared()
             values = warpgroup_mma(p, v_tile.index(before), values)
             signal(v_free.index(before))
-        queries = gl.minimum(all_queries, max_seqlen_q)
         if first_row >= 0:
             l = gl.where(l == 0.0, 1.0, l)  # of a row that sees no key: values are 0 and m -inf
             values = values * gl.convert_layout(1.0 / l, o_rows)[:, None]

@@ -66,12 +66,12 @@ _GFX950 = (("waves_per_eu", 1), ("matrix_instr_nonkdim", 16))
 # "fp8" the same over an fp8 cache, "float" fp32.
 DECODE: Mapping[tuple[str, int, str], DecodeConfig] = MappingProxyType(
     {
-        ("sm_90", 16, "half"): DecodeConfig(16, 64, 4, 1, kernel="hopper_slim"),
-        ("sm_90", 32, "half"): DecodeConfig(32, 64, 8, 1, kernel="hopper_slim"),
-        ("sm_90", 64, "half"): DecodeConfig(64, 64, 4, 1, kernel="hopper_wide"),
-        ("sm_90", 16, "fp8"): DecodeConfig(16, 64, 4, 1, kernel="hopper_slim"),
-        ("sm_90", 32, "fp8"): DecodeConfig(32, 64, 8, 1, kernel="hopper_slim"),
-        ("sm_90", 64, "fp8"): DecodeConfig(64, 64, 4, 1, kernel="hopper_wide"),
+        ("sm_90", 16, "half"): DecodeConfig(16, 64, 4, 1, kernel="hopper_narrow"),
+        ("sm_90", 32, "half"): DecodeConfig(32, 64, 8, 1, kernel="hopper_narrow"),
+        ("sm_90", 64, "half"): DecodeConfig(64, 64, 4, 1, kernel="hopper"),
+        ("sm_90", 16, "fp8"): DecodeConfig(16, 64, 4, 1, kernel="hopper_narrow"),
+        ("sm_90", 32, "fp8"): DecodeConfig(32, 64, 8, 1, kernel="hopper_narrow"),
+        ("sm_90", 64, "fp8"): DecodeConfig(64, 64, 4, 1, kernel="hopper"),
         ("gfx942", 16, "half"): DecodeConfig(16, 32, 4, 1, 2, extra=_GFX942),
         ("gfx942", 32, "half"): DecodeConfig(32, 32, 4, 1, extra=_GFX942),
         ("gfx942", 16, "fp8"): DecodeConfig(16, 32, 4, 1, 2, extra=_GFX942),

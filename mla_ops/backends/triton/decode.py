@@ -12,8 +12,6 @@ from torch import Tensor
 from mla_ops.backends.triton.configs import DecodeConfig, decode_config
 from mla_ops.backends.triton.decode_hopper import decode_hopper_kernel
 from mla_ops.backends.triton.decode_hopper_narrow import decode_hopper_narrow_kernel
-from mla_ops.backends.triton.decode_hopper_slim import decode_hopper_slim_kernel
-from mla_ops.backends.triton.decode_hopper_wide import decode_hopper_wide_kernel
 from mla_ops.backends.triton.decode_kernels import decode_kernel, merge_kernel
 from mla_ops.backends.triton.launch import Launch, arch_of, compute_units, is_power_of_two, refuse
 from mla_ops.validation import output_dtype
@@ -27,11 +25,7 @@ _KERNELS: dict[str, Any] = {
     "portable": decode_kernel,
     "hopper": decode_hopper_kernel,
     "hopper_narrow": decode_hopper_narrow_kernel,
-    "hopper_slim": decode_hopper_slim_kernel,
-    "hopper_wide": decode_hopper_wide_kernel,
 }
-# Kernels that let the merge be launched before they end.
-_EARLY = ("hopper_slim", "hopper_wide")
 
 
 def mla_decode(
@@ -125,7 +119,7 @@ def decode_launches(
         {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.extra)},
     )
     group, parts, columns = _merge_shape(num_requests, rows, programs, rank)
-    early = config.kernel in _EARLY
+    early = config.kernel != "portable"  # the Hopper kernels let the merge be launched before they end
     merge = Launch(
         merge_kernel,
         (-(-rows // group), num_requests, rank // columns),
@@ -149,8 +143,8 @@ def decode_launches(
 def _merge_shape(requests: int, rows: int, programs: int, rank: int) -> tuple[int, int, int]:
     """Rows, parts and columns of a program of the merge.
 
-    Few requests have many parts each and need them loaded side by side, and so do few rows in all. Many rows have two or
-    three parts.
+    Few requests have many parts each, which are loaded side by side, as are those of few rows in all. Of many rows each
+    has two or three.
     """
     if requests * 8 <= programs:
         return 1, 32, min(rank, 256)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_ops.backends.triton.decode_walk import LN_2, copy_async, signal
+from mla_ops.backends.triton.hopper import LN_2, copy_async, signal
 
 __all__ = ["prefill_hopper_kernel"]
 

@@ -1,0 +1,34 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""What the Hopper kernels share, in Gluon."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+__all__ = ["LN_2", "barrier", "copy_async", "signal", "zero"]
+
+LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
+
+# Triton 3.9 renamed both.
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def signal(bar):
+    """Arrive once for the warpgroup, behind all that its warps have done."""
+    barrier()
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def zero():
+    """0, of which the compiler cannot know that it is 0 each time.
+
+    Added to an index in a loop it keeps the descriptors of all matrix instructions from being computed ahead of the
+    loop, where they do not fit into the registers.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

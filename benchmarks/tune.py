@@ -36,13 +36,16 @@ def decode_candidates(rows: int) -> Iterator[DecodeConfig]:
     if HOPPER:
         for warps in (4, 8):
             yield DecodeConfig(tile, 64, warps, 1, kernel="hopper_narrow")
-        yield DecodeConfig(64, 64, 8, 1, kernel="hopper")
+        yield DecodeConfig(64, 64, 4, 1, kernel="hopper")
 
 
 def prefill_candidates() -> Iterator[PrefillConfig]:
     """Blocks that fit the shared memory of a large GPU."""
     for block_m, block_n, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3)):
         yield PrefillConfig(block_m, block_n, warps, stages)
+    if HOPPER:
+        for block_n in (64, 128):
+            yield PrefillConfig(128, block_n, 4, 1, kernel="hopper")
 
 
 def run_decode(step: DecodeInputs, config: DecodeConfig, out: torch.Tensor, lse: torch.Tensor) -> None:

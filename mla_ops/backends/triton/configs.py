@@ -47,7 +47,7 @@ class PrefillConfig:
         block_n: keys of a block.
         num_warps: warps of a program.
         num_stages: software pipeline depth.
-        descriptors: load through Hopper's copy engine where strides allow.
+        kernel: ``"portable"`` or ``"hopper"``.
         extra: further compile options of the target.
     """
 
@@ -55,7 +55,7 @@ class PrefillConfig:
     block_n: int
     num_warps: int
     num_stages: int
-    descriptors: bool = False
+    kernel: str = "portable"
     extra: tuple[tuple[str, int], ...] = ()
 
 
@@ -86,7 +86,7 @@ DECODE: Mapping[tuple[str, int, str], DecodeConfig] = MappingProxyType(
 
 PREFILL: Mapping[tuple[str, str], PrefillConfig] = MappingProxyType(
     {
-        ("sm_90", "half"): PrefillConfig(128, 64, 8, 4, descriptors=True),
+        ("sm_90", "half"): PrefillConfig(128, 128, 4, 1, kernel="hopper"),
         ("gfx942", "half"): PrefillConfig(128, 64, 4, 1, extra=_GFX942),
         ("gfx950", "half"): PrefillConfig(128, 64, 4, 1, extra=_GFX950),
         ("*", "half"): PrefillConfig(64, 32, 4, 1),

@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mla_ops.backends.triton.configs import PrefillConfig, prefill_config
-from mla_ops.backends.triton.launch import Launch, arch_of, is_power_of_two, refuse
+from mla_ops.backends.triton.launch import Launch, arch_of, compute_units, is_power_of_two, refuse
+from mla_ops.backends.triton.prefill_hopper import prefill_hopper_kernel
 
 __all__ = ["mla_prefill", "prefill_launch"]
 
@@ -79,13 +79,12 @@ def prefill_launch(
     """The launch of a prefill into contiguous ``out`` [T, H, V] and ``lse`` [T, H] by ``config``."""
     num_requests = cu_seqlens_q.shape[0] - 1
     wide, narrow = _split_width(q.shape[2])
+    if config.kernel == "hopper" and not (num_requests and _hopper_can(q, k, v, wide, narrow)):
+        config = prefill_config("*", q.dtype)
     args = {
         "q": q,
         "k": k,
         "v": v,
-        "k_wide": _descriptor(k, config, wide),
-        "k_narrow": _descriptor(k, config, narrow) if narrow else None,
-        "v_tiles": _descriptor(v, config, v.shape[2]),
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "out": out,
@@ -112,29 +111,24 @@ def prefill_launch(
     }
     grid = (triton.cdiv(max_seqlen_q, config.block_m), q.shape[1], max(1, num_requests))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.extra)}
+    if config.kernel == "hopper":
+        return Launch(prefill_hopper_kernel, (min(math.prod(grid), compute_units(q)),), args, options)
     return Launch(prefill_kernel, grid, args, options)
 
 
-def _descriptor(x: Tensor, config: PrefillConfig, width: int) -> TensorDescriptor | None:
-    """What the copy engine needs to load BLOCK_N rows of ``width`` columns of one head; None where it cannot."""
-    tokens, heads, columns = x.shape
-    if not config.descriptors or (x.stride(0) * x.itemsize) % 16 or x.data_ptr() % 16:
-        return None
-    row = (heads - 1) * x.stride(1) + columns
-    return TensorDescriptor(x, [tokens, row], [x.stride(0), 1], [config.block_n, width])
+def _hopper_can(q: Tensor, k: Tensor, v: Tensor, wide: int, narrow: int) -> bool:
+    """Whether three tiles fit the shared memory and rows are of 16-byte pieces."""
+    aligned = not any(x.data_ptr() % 16 or x.stride(0) % 16 or x.stride(1) % 16 for x in (q, k, v))
+    return aligned and 64 <= wide <= 128 and narrow <= 64 and 64 <= v.shape[2] <= 128
 
 
 @triton.jit
 def _attend(
-    q_w, q_n, m, l, acc, k, v, k_wide, k_narrow, v_tiles, low, high, keys, visible, qk_scale, stride_k, stride_v,
-    first_k, k_column, v_column,
+    q_w, q_n, m, l, acc, k, v, low, high, keys, visible, qk_scale, stride_k, stride_v,
     WIDE: tl.constexpr, NARROW: tl.constexpr, V: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-    BEYOND: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of a block of query rows over keys low..high, in steps of BLOCK_N.
-
-    MASKED where a row may not see all keys of a block, BEYOND where a block may go beyond the last key.
-    """
+    """Online softmax of a block of query rows over keys low..high, in steps of BLOCK_N."""
     offset = tl.arange(0, BLOCK_N)
     wide = tl.arange(0, WIDE)
     column = tl.arange(0, V)
@@ -143,21 +137,11 @@ def _attend(
         live = (key < keys)[:, None]
         k_row = k + key.to(tl.int64)[:, None] * stride_k
         # What lies behind the last key belongs to another request and may be NaN: it is never loaded.
-        if BEYOND:
-            k_w = tl.load(k_row + wide[None, :], mask=live, other=0.0)
-        elif k_wide is not None:
-            k_w = k_wide.load([first_k + start, k_column])
-        else:
-            k_w = tl.load(k_row + wide[None, :])
+        k_w = tl.load(k_row + wide[None, :], mask=live, other=0.0) if MASKED else tl.load(k_row + wide[None, :])
         scores = tl.dot(q_w, tl.trans(k_w), input_precision=PRECISION)
         if NARROW > 0:
             narrow = WIDE + tl.arange(0, NARROW)
-            if BEYOND:
-                k_n = tl.load(k_row + narrow[None, :], mask=live, other=0.0)
-            elif k_wide is not None:
-                k_n = k_narrow.load([first_k + start, k_column + WIDE])
-            else:
-                k_n = tl.load(k_row + narrow[None, :])
+            k_n = tl.load(k_row + narrow[None, :], mask=live, other=0.0) if MASKED else tl.load(k_row + narrow[None, :])
             scores = tl.dot(q_n, tl.trans(k_n), scores, input_precision=PRECISION)
         if MASKED:
             scores = tl.where(key[None, :] < visible[:, None], scores, -float("inf"))
@@ -168,12 +152,7 @@ def _attend(
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)
         v_row = v + key.to(tl.int64)[:, None] * stride_v + column[None, :]
-        if BEYOND:
-            values = tl.load(v_row, mask=live, other=0.0)
-        elif k_wide is not None:
-            values = v_tiles.load([first_k + start, v_column])
-        else:
-            values = tl.load(v_row)
+        values = tl.load(v_row, mask=live, other=0.0) if MASKED else tl.load(v_row)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
         m = m_new
@@ -196,7 +175,7 @@ def _clear_rows(out, lse, low, high, head, num_heads, V: tl.constexpr, BLOCK_M: 
     ]
 )  # fmt: skip
 def prefill_kernel(
-    q, k, v, k_wide, k_narrow, v_tiles, cu_seqlens_q, cu_seqlens_k, out, lse,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse,
     softmax_scale_log2, num_tokens, num_requests, num_heads, max_seqlen_q, max_seqlen_k,
     stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head,
     WIDE: tl.constexpr, NARROW: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -249,22 +228,14 @@ def prefill_kernel(
             l = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, V], tl.float32)
             m, l, acc = _attend(
-                q_w, q_n, m, l, acc, k_head, v_head, k_wide, k_narrow, v_tiles, 0, unmasked, keys, visible,
-                softmax_scale_log2, stride_k, stride_v, first_k, head * stride_k_head, head * stride_v_head,
-                WIDE, NARROW, V, BLOCK_N, False, False, PRECISION,
+                q_w, q_n, m, l, acc, k_head, v_head, 0, unmasked, keys, visible,
+                softmax_scale_log2, stride_k, stride_v,
+                WIDE, NARROW, V, BLOCK_N, False, PRECISION,
             )  # fmt: skip
-            if CAUSAL:
-                within = tl.minimum(tl.cdiv(end, BLOCK_N), keys // BLOCK_N) * BLOCK_N
-                m, l, acc = _attend(
-                    q_w, q_n, m, l, acc, k_head, v_head, k_wide, k_narrow, v_tiles, unmasked, within, keys, visible,
-                    softmax_scale_log2, stride_k, stride_v, first_k, head * stride_k_head, head * stride_v_head,
-                    WIDE, NARROW, V, BLOCK_N, True, False, PRECISION,
-                )  # fmt: skip
-                unmasked = within
             m, l, acc = _attend(
-                q_w, q_n, m, l, acc, k_head, v_head, k_wide, k_narrow, v_tiles, unmasked, end, keys, visible,
-                softmax_scale_log2, stride_k, stride_v, first_k, head * stride_k_head, head * stride_v_head,
-                WIDE, NARROW, V, BLOCK_N, True, True, PRECISION,
+                q_w, q_n, m, l, acc, k_head, v_head, unmasked, end, keys, visible,
+                softmax_scale_log2, stride_k, stride_v,
+                WIDE, NARROW, V, BLOCK_N, True, PRECISION,
             )  # fmt: skip
             l = tl.where(l == 0.0, 1.0, l)  # of a row that sees no key: acc is 0 and m -inf
             acc = acc / l[:, None]

@@ -245,7 +245,7 @@ def prefill_hopper_kernel(
     softmax_scale_log2, num_tokens, num_requests, num_heads, max_seqlen_q, max_seqlen_k,
     stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head,
     WIDE: gl.constexpr, NARROW: gl.constexpr, V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
     """Tiles of BLOCK_M query rows of a head of a request, from the program's number on in steps of the grid's size."""
     dtype: gl.constexpr = q.dtype.element_ty

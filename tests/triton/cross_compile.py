@@ -72,7 +72,11 @@ def main(arch: str) -> None:
     triton.runtime.driver.set_active(OfflineDriver(TARGETS[arch]))
     for heads in (16, 32, 128) if arch == "sm_90" else (16, 128):
         config = dataclasses.replace(MLAConfig.preset("deepseek-v3"), num_heads=heads)
-        for launch in variants(config, dtype=torch.bfloat16, arch=arch):
+        launches = variants(config, dtype=torch.bfloat16, arch=arch)
+        if arch == "sm_90":
+            of_fp8 = variants(config, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, arch=arch)
+            launches += [launch for launch in of_fp8 if launch.name.startswith("decode")]
+        for launch in launches:
             print(json.dumps({"kernel": launch.name, "heads": heads, **resources(launch.compile())}), flush=True)
 
 

@@ -114,3 +114,27 @@ def check_decode(case: Paged, num_kv_splits: int = 0) -> None:
     low_out, low_lse = case.lower().decode("reference")
     assert_close_to_reference(out, exact_out, low_out)
     assert_close_to_reference(lse, exact_lse.double(), low_lse)
+
+
+def indptr_of(lens: list[int], device: torch.device) -> Tensor:
+    """Where each of requests of ``lens`` rows begins, and the end."""
+    return torch.tensor([0, *lens]).cumsum(0).to(device, torch.int32)
+
+
+def check_prefill(
+    q_lens: list[int], k_lens: list[int], width: int, v_width: int, causal: bool, device: torch.device,
+    dtype: torch.dtype = torch.float32, heads: int = 2,
+) -> None:  # fmt: skip
+    """Prefill by the kernels against the reference; rows behind the last request, and NaN there in k and v."""
+    q = torch.randn(sum(q_lens) + 3, heads, width).to(device, dtype)
+    k = torch.randn(sum(k_lens) + 2, heads, width).to(device, dtype)
+    kv = torch.randn(sum(k_lens) + 2, heads, 2 * v_width).to(device, dtype)
+    v = kv[..., v_width:]  # as kv_b_proj gives it
+    k[sum(k_lens) :] = torch.nan
+    v[sum(k_lens) :] = torch.nan
+    rest = (indptr_of(q_lens, device), indptr_of(k_lens, device), max(q_lens), max(k_lens), SCALE, causal)
+    out, lse = torch.ops.mla_ops.mla_prefill(q, k, v, *rest, "triton")
+    exact = torch.ops.mla_ops.mla_prefill(q.double(), k.double(), v.double(), *rest, "reference")
+    low = torch.ops.mla_ops.mla_prefill(q, k, v, *rest, "reference")
+    assert_close_to_reference(out, exact[0], low[0])
+    assert_close_to_reference(lse, exact[1].double(), low[1])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import triton
-from kernel_cases import Paged, check_decode, paged
+from kernel_cases import Paged, check_decode, check_prefill, paged
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -34,6 +34,24 @@ def test_decode(
 ) -> None:
     lens = [0, 1, 63, 64, 1000, 5000]
     check_decode(paged(lens, heads, page_size, rank, rope, CUDA, dtype, query_lens, fp8=fp8))
+
+
+@pytest.mark.parametrize("heads", [16, 32, 128])
+@pytest.mark.parametrize("fp8", [False, True], ids=["same-dtype", "fp8"])
+@pytest.mark.parametrize(
+    "lens",
+    [[4096] * 32, [4096 - 16 * i for i in range(32)], [2113] * 130, [700] * 300, [40000]],
+    ids=["parts", "unequal-parts", "one-each", "several-each", "one-request"],
+)
+def test_batches_of_about_equal_lengths(lens: list[int], fp8: bool, heads: int) -> None:
+    check_decode(paged(lens, heads, 64, 512, 64, CUDA, torch.bfloat16, fp8=fp8))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("width", "v_width"), [(192, 128), (96, 64), (128, 128), (192, 32)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_prefill(dtype: torch.dtype, width: int, v_width: int, causal: bool) -> None:
+    check_prefill([1000, 1, 129, 0, 300], [1000, 500, 129, 20, 200], width, v_width, causal, CUDA, dtype, heads=3)
 
 
 @pytest.mark.parametrize("heads", [16, 128])

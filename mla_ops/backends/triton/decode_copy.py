@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mla_ops.backends.triton.decode_walk import segment
-from mla_ops.backends.triton.hopper import copy_async, signal
+from mla_ops.backends.triton.hopper import copy_async, reinterpret, signal
 
 __all__ = ["make_bars", "produce"]
 
@@ -135,7 +135,8 @@ def _store_piece(target, words, FIRST: gl.constexpr, asm: gl.constexpr):
     COLUMNS: gl.constexpr = target.shape[1] // 2
     pairs = gl.reshape(gl.join(low, high), [ROWS, WIDTH])
     shared: gl.constexpr = gl.NVMMASharedLayout(target.layout.swizzle_byte_width, 32, 2)
-    target._reinterpret(gl.int32, [ROWS, COLUMNS], shared).slice(FIRST // 2, WIDTH, dim=1).store(pairs)
+    as_words = reinterpret(target, gl.int32, [ROWS, COLUMNS], shared)
+    as_words.slice(FIRST // 2, WIDTH, dim=1).store(pairs)
 
 
 @gluon.jit

@@ -185,7 +185,7 @@ def decode_hopper_kernel(
 
     HALF: gl.constexpr = R // 2
     shared: gl.constexpr = gl.NVMMASharedLayout(min(128, HALF * 2), 16, 2)
-    rope_shared: gl.constexpr = gl.NVMMASharedLayout(min(128, P * 2) if P > 0 else 128, 16, 2)
+    rope_shared: gl.constexpr = gl.NVMMASharedLayout(min(128, P * 2) if P > 0 else 32, 16, 2)
     q_c = gl.allocate_shared_memory(dtype, [2, BLOCK_M, HALF], shared)
     q_r = gl.allocate_shared_memory(dtype, [BLOCK_M, P if P > 0 else 16], rope_shared)
     kv_near = gl.allocate_shared_memory(dtype, [2, BLOCK_N, HALF], shared)

@@ -8,13 +8,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-__all__ = ["LN_2", "barrier", "copy_async", "signal", "zero"]
+__all__ = ["LN_2", "barrier", "copy_async", "reinterpret", "signal", "zero"]
 
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
-# Triton 3.9 renamed both.
+# Triton 3.9 renamed all three.
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @gluon.jit

@@ -166,11 +166,13 @@ def _verify(arguments: argparse.Namespace) -> int:
         if arguments.json:
             show_plan(plan, as_json=True)
         return _FAILED
-    return _run(manager, plan, arguments)
+    return _run(manager, plan, arguments, prove_again=True)
 
 
-def _run(manager: WarmupManager, plan: WarmupPlan, arguments: argparse.Namespace) -> int:
-    report = manager.run(plan, progress=not arguments.quiet)
+def _run(
+    manager: WarmupManager, plan: WarmupPlan, arguments: argparse.Namespace, *, prove_again: bool = False
+) -> int:
+    report = manager.run(plan, progress=not arguments.quiet, prove_again=prove_again)
     if getattr(arguments, "trace", None):
         from capture.trace import chrome_trace
 

@@ -73,13 +73,18 @@ class UnitRow:
 
 @dataclass(frozen=True)
 class BucketRow:
-    """One captured batch size of one runner: seconds, and bytes of device memory that its graph took."""
+    """One captured batch size of one runner: seconds, and bytes of device memory that its graph took.
+
+    Attributes:
+        verified: it was compared with eager, on ``trials`` inputs.
+    """
 
     batch_size: int
     capture_seconds: float
     memory_bytes: int
     verified: bool
     runner: str = ""
+    trials: int = 0
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,7 @@ def _unit_table(units: Sequence[UnitRow]) -> Table:
 def _bucket_table(buckets: Sequence[BucketRow]) -> Table:
     table = _table("batch size", "runner", "capture", "memory", "verified")
     for row in buckets:
-        verified = "yes" if row.verified else "no"
+        verified = f"{row.trials} inputs" if row.verified and row.trials else "yes" if row.verified else "no"
         size = _size(row.memory_bytes)
         table.add_row(str(row.batch_size), row.runner, f"{row.capture_seconds * 1e3:.1f} ms", size, verified)
     return table

@@ -124,7 +124,7 @@ class WarmupManager:
             ahead = CacheStore(self.root, built_ahead)
         return WarmupPlan(spec, store, units, check.damaged, ahead)
 
-    def run(self, plan: WarmupPlan, progress: bool | Progress = True) -> WarmupReport:
+    def run(self, plan: WarmupPlan, progress: bool | Progress = True, *, prove_again: bool = False) -> WarmupReport:
         """Do the plan. Units that fail are in the report; the others go on.
 
         Environment variables point torch, Triton and AITER at the cache; they stay set for the process. If
@@ -133,6 +133,7 @@ class WarmupManager:
         Args:
             progress: True: a bar on a terminal, else lines on stderr, at least one every ``heartbeat``
                 seconds. False: silence. Or a callback.
+            prove_again: verify in full what the cache says was proved before; see :class:`VerifyUnit`.
 
         Raises:
             CacheAccessError: something must be built and the cache cannot be written, or is another's.
@@ -144,7 +145,7 @@ class WarmupManager:
             show = stack.enter_context(_shown(progress))
             beat = stack.enter_context(Heartbeat(show, total, self.heartbeat))
             watch = stack.enter_context(CompileWatch())
-            run = _Run(plan, beat, self.lock_timeout)
+            run = _Run(plan, beat, self.lock_timeout, prove_again)
             run.execute()
         install_from_environment()
         return run.report(watch.compiled)
@@ -153,12 +154,13 @@ class WarmupManager:
 class _Run:
     """The state of one run. The steps of :meth:`execute` are its phases."""
 
-    def __init__(self, plan: WarmupPlan, beat: Heartbeat, lock_timeout: float) -> None:
+    def __init__(self, plan: WarmupPlan, beat: Heartbeat, lock_timeout: float, prove_again: bool) -> None:
         self._spec = plan.spec
         self._store = plan.store
         self._ahead = plan.ahead
         self._beat = beat
         self._lock_timeout = lock_timeout
+        self._prove_again = prove_again
         imported = import_seconds()
         self._origin = time.monotonic() - imported
         self._spans = [SpanRow("import", 0.0, round(imported, 4))] if imported else []
@@ -267,7 +269,8 @@ class _Run:
         known = unit.key in check.intact
         start = time.monotonic()
         with CompileWatch() as watch:
-            reason, origin = self._attempt(unit.load if known else unit.build, resources)
+            make = unit.load if known and not self._must_prove(unit) else unit.build
+            reason, origin = self._attempt(make, resources)
             if reason and known and unit.persistent:
                 known = False
                 reason, origin = self._rebuild(unit, resources, reason)
@@ -290,6 +293,12 @@ class _Run:
         self._beat.done(f"{row.state}: {unit.key} ({seconds:.1f} s)", unit.cost)
         return row
 
+    def _must_prove(self, unit: Unit) -> bool:
+        """Whether a proof on record does not count: as asked for, or because this process made something anew."""
+        return isinstance(unit, VerifyUnit) and (
+            self._prove_again or any(row.state != "hit" for row in self._rows.values())
+        )
+
     def _attempt(self, make: Callable[[Any], UnitResult | None], resources: Any) -> tuple[str, str]:
         """Call ``make``; why it failed, or "", and where its files came from."""
         try:
@@ -298,9 +307,9 @@ class _Run:
             _log.debug("a unit failed", exc_info=True)
             return f"{type(error).__name__}: {error}", ""
         self._buckets |= {(bucket.runner, bucket.batch_size): bucket for bucket in result.buckets}
-        for graph in result.verified:
+        for graph, trials in result.verified.items():
             if graph in self._buckets:
-                self._buckets[graph] = replace(self._buckets[graph], verified=True)
+                self._buckets[graph] = replace(self._buckets[graph], verified=True, trials=trials)
         return "", result.origin
 
     def _rebuild(self, unit: Unit, resources: Any, reason: str) -> tuple[str, str]:

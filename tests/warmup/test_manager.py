@@ -192,7 +192,10 @@ def verdict(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
             raise errors[0]
 
     module = ModuleType("capture.verify")
-    module.verify = lambda runner, trials: SimpleNamespace(raise_if_failed=raise_if_failed)  # type: ignore[attr-defined]
+    module.verify = lambda runner, trials, again: SimpleNamespace(  # type: ignore[attr-defined]
+        raise_if_failed=raise_if_failed,
+        buckets=[SimpleNamespace(batch_size=size, fillings=(1,) * trials) for size in runner.captured],
+    )
     monkeypatch.setitem(sys.modules, "capture.verify", module)
     return errors
 
@@ -206,8 +209,9 @@ def test_graphs_are_captured_in_every_process_and_reported_by_bucket(cache: Path
     cold, warm = run_graphs(cache), run_graphs(cache)
     assert states(cold) == {"graphs": "built", "proof": "built"}
     assert states(warm) == {"graphs": "hit", "proof": "hit"}
-    rows = (BucketRow(1, 0.1, 100, True, "graphs"), BucketRow(4, 0.4, 400, True, "graphs"))
-    assert cold.buckets == warm.buckets == rows
+    for report, trials in ((cold, 3), (warm, 1)):
+        rows = (BucketRow(1, 0.1, 100, True, "graphs", trials), BucketRow(4, 0.4, 400, True, "graphs", trials))
+        assert report.buckets == rows
 
 
 def test_a_graph_that_is_wrong_fails_its_verification_only(cache: Path, verdict: list[Exception]) -> None:

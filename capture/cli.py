@@ -169,9 +169,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     return _run(manager, plan, arguments, prove_again=True)
 
 
-def _run(
-    manager: WarmupManager, plan: WarmupPlan, arguments: argparse.Namespace, *, prove_again: bool = False
-) -> int:
+def _run(manager: WarmupManager, plan: WarmupPlan, arguments: argparse.Namespace, *, prove_again: bool = False) -> int:
     report = manager.run(plan, progress=not arguments.quiet, prove_again=prove_again)
     if getattr(arguments, "trace", None):
         from capture.trace import chrome_trace

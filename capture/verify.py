@@ -262,9 +262,7 @@ class _Trials:
         self._check_inputs(views, copies, f"{where}, replay")
         return [leaf.clone() for leaf in self.outputs.live(self.bucket, filling)]
 
-    def _check_pads(
-        self, before: Mapping[str, Tensor], inputs: Mapping[str, Tensor], filling: int, where: str
-    ) -> None:
+    def _check_pads(self, before: Mapping[str, Tensor], inputs: Mapping[str, Tensor], filling: int, where: str) -> None:
         """No NaN in pad rows made of pad values alone: what mixes rows after the step would spread it."""
         if filling == self.bucket:
             return
@@ -301,7 +299,9 @@ class _Trials:
                 self.failures.append(f"{message}: {slab.name} row {found.row}: {found.reason}")
         return worst
 
-    def _compare_state(self, before: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str, eager: str) -> None:
+    def _compare_state(
+        self, before: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str, eager: str
+    ) -> None:
         state = self.runner.state
         for name in differing(state, wanted):  # most often none: the rest waits for the device, tensor by tensor
             reason = _state_difference(before[name], state[name], wanted[name])

@@ -284,10 +284,11 @@ def _kernel_units(
         arch=arch,
     )
     for launch in launches:
-        yield KernelBuildUnit(key=launch.key, compile=launch.compile, target=options.target)
+        cost = 2.0 if launch.name.startswith(("decode", "prefill")) else 0.3
+        yield KernelBuildUnit(key=launch.key, compile=launch.compile, target=options.target, cost=cost)
         if arch.startswith("gfx") and "kv_cache" in launch.args:
             key = f"{launch.key}, cache above 2 GiB"
-            yield KernelBuildUnit(key=key, compile=_with_large_cache(launch).compile, target=options.target)
+            yield KernelBuildUnit(key=key, compile=_with_large_cache(launch).compile, target=options.target, cost=cost)
 
 
 def _with_large_cache(launch: Launch) -> Launch:

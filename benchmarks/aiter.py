@@ -1,8 +1,8 @@
 """AITER's portable Triton decodes, from an unpacked source tree or wheel, also where there is no ROCm.
 
 ``import aiter`` builds and loads ROCm code, so only what a kernel's file itself imports is imported: ``aiter``,
-``aiter.ops`` and ``aiter.ops.triton`` are stand-ins that run no code of theirs. And AITER passes launch options that only
-Triton's AMD compiler knows, which its CUDA compiler refuses: on CUDA they are left out. Nothing else is changed.
+``aiter.ops`` and ``aiter.ops.triton`` are stand-ins that run no code of theirs. And AITER passes launch options that
+only Triton's AMD compiler knows, which its CUDA compiler refuses: on CUDA they are left out. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _split_by_token(splits: int, step: DecodeInputs) -> Call:
 
     def call() -> Tensor:
         module.decode_attention_fwd_grouped_rope(
-            step.q, kv, kv[..., : step.rank], out, indptr, indices, None, step.rank, 0, None, None, partial_outs, splits,
-            SCALE, config=config,
+            step.q, kv, kv[..., : step.rank], out, indptr, indices, None, step.rank, 0, None, None, partial_outs,
+            splits, SCALE, config=config,
         )  # fmt: skip
         return out
 

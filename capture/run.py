@@ -15,7 +15,7 @@ from capture.errors import CacheLockTimeout
 from capture.filesystem import describe_filesystem
 from capture.guard import CompileWatch
 from capture.kernels import KernelBuildUnit, prebuilt_kernels
-from capture.process import builds_in_process, import_seconds, make_context
+from capture.process import builds_in_process, import_seconds, on_device
 from capture.progress import Heartbeat
 from capture.report import PHASES, BucketRow, PhaseRow, SpanRow, UnitRow, WarmupReport
 from capture.store import CacheCheck
@@ -79,7 +79,7 @@ class Run:
                 if self._workers is not None and not _has(check, persistent):
                     self._start_workers(self._workers, building)
                 with self._phase("context"):
-                    make_context(self._spec.device)
+                    stack.enter_context(on_device(self._spec.device))
                 with self._phase("weights"):
                     self._tag_torch_keys()
                     resources = self._spec.setup()

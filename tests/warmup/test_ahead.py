@@ -63,6 +63,17 @@ def test_both_machines_agree_on_the_fields(monkeypatch: pytest.MonkeyPatch) -> N
     assert ahead("sm_90").fields == there.fields
 
 
+def test_every_device_of_a_kind_has_the_same_fields_and_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mla_ops.backends.triton.launch.arch_of_device", lambda device: "sm_90")
+    first, second = (
+        spec(CONFIG, BuildOptions(layers=1, page_size=16, device=device, backend="triton"))
+        for device in ("cuda:0", "cuda:1")
+    )
+    assert first.fields == second.fields
+    assert [unit.key for unit in first.units] == [unit.key for unit in second.units]
+    assert any(unit.kind == "kernel" for unit in first.units)
+
+
 def test_a_backend_without_kernels_to_build_is_refused() -> None:
     with pytest.raises(ValueError, match="only the triton backend's kernels can be built ahead"):
         ahead("gfx942", backend="reference")

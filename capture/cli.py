@@ -17,6 +17,7 @@ from capture import cli_cache, cli_run
 from capture.cli_support import (
     UsageError,
     add_model_options,
+    count,
     duration,
     make_plan,
     positive,
@@ -93,6 +94,9 @@ def _add_verbs_over_a_model(commands: Any) -> None:
         _add_common(command)
     build.add_argument("--dry-run", action="store_true", help="only say what would be done")
     build.add_argument("--trace", metavar="FILE", help="write a trace for chrome://tracing or ui.perfetto.dev")
+    build.add_argument(
+        "--workers", type=count, metavar="N", help="processes that build kernels (default: one a core; 0: this one)"
+    )
     for command in (build, verify, bench):
         command.add_argument("--quiet", action="store_true", help="no progress, and no table")
     bench.add_argument("--json", action="store_true", help="one JSON document on stdout")

@@ -39,17 +39,15 @@ def run(cache: Path, made: WarmupSpec) -> WarmupReport:
     return report
 
 
-@pytest.mark.parametrize("cores", [1, 4])
-def test_every_kernel_of_a_model_is_built_once(cores: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_of_a_model_is_built_once_and_by_a_worker(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns that its default will change
-    monkeypatch.setattr("capture.workers.usable_cores", lambda: cores)
+    monkeypatch.setattr("capture.workers.usable_cores", lambda: 2)
     made = ahead("gfx942")
     names = {unit.key.split()[0] for unit in made.units}
     assert names >= {"decode_kernel", "merge_kernel", "write_kernel", "gather_kernel", "prefill_kernel"}
     cold = run(cache, made)
     assert cold.compiled == len(made.units)
-    assert len({unit.worker for unit in cold.units}) == cores
-    assert all((unit.worker is None) == (cores == 1) for unit in cold.units)
+    assert all(unit.worker is not None for unit in cold.units)
     monkeypatch.setattr(triton_cache, "triton_key", lambda: "another libtriton")
     assert run(cache, made).compiled == 0
 

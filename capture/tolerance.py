@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Distance", "changed_bits", "differing", "distance", "same_bits", "within_rounding"]
+__all__ = ["Distance", "as_integers", "changed_bits", "differing", "distance", "same_bits", "within_rounding"]
 
 # Allowed relative L2 error of a row, in rounding steps of its dtype.
 _NARROW_STEPS = 8  # 16 bits and fewer: sums run in fp32, what differs is the rounding of each layer's result
@@ -125,9 +125,14 @@ def _limit(dtype: torch.dtype) -> float:
     return min(steps * torch.finfo(dtype).eps, _LARGEST)
 
 
+def as_integers(tensor: Tensor) -> Tensor:
+    """A view of the same memory with its bits as integers; of 16-byte elements the tensor itself."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    return tensor.detach() if integer is None else tensor.detach().view(integer)
+
+
 def _bits(tensor: Tensor) -> Tensor:
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().contiguous().view(-1).view(integer)
+    return as_integers(tensor.detach().contiguous().view(-1))
 
 
 def _rows(tensor: Tensor, dim: int | None) -> Tensor:

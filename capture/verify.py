@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from capture.errors import CaptureError, VerificationError
-from capture.tolerance import changed_bits, differing, distance, same_bits, within_rounding
+from capture.tolerance import as_integers, changed_bits, differing, distance, same_bits, within_rounding
 
 if TYPE_CHECKING:
     from capture.runner import GraphRunner
@@ -337,8 +337,10 @@ def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _copy_(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
+    """As integers: a copy of narrow floats passes through fp32 on a GPU, and gives every NaN the same bits."""
     if targets:
-        torch._foreach_copy_(list(targets.values()), [sources[name] for name in targets])
+        pairs = [(as_integers(tensor), as_integers(sources[name])) for name, tensor in targets.items()]
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _randomize_(tensor: Tensor, generator: torch.Generator) -> bool:

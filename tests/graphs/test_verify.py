@@ -101,11 +101,14 @@ def test_correct_step_with_an_fp8_cache_and_a_counter_passes() -> None:
     assert (counts == 3).all()
 
 
-def test_state_is_restored_bit_by_bit() -> None:
-    step = ToyStep()
-    step.cache.normal_()[0, 0] = torch.nan
-    before = step.cache.clone()
-    runner_of(step).capture()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_is_restored_bit_by_bit(device: str, dtype: torch.dtype) -> None:
+    with torch.device(device):
+        step = ToyStep(dtype=dtype)
+        step.cache.normal_()[0, 0] = torch.nan
+        before = step.cache.clone()
+        runner_of(step).capture()
     assert same_bits(step.cache, before)
 
 

@@ -14,14 +14,14 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from capture.guard import CompileWatch
 from capture.kernels import KernelBuildUnit, await_triton_key, is_target
@@ -64,10 +64,15 @@ class _Worker:
 class KernelWorkers:
     """Forks at once; the workers wait until :meth:`start`. Closed by ``close()`` or at the end of a ``with`` block.
 
+    A worker whose parent is killed ends with the kernel that it is at.
+
     Args:
         units: to build.
         arch: the architecture of units that name no target.
         count: workers.
+
+    Raises:
+        OSError: there is no room for a temporary directory, or for more processes.
     """
 
     def __init__(self, units: Sequence[KernelBuildUnit], arch: str, count: int) -> None:
@@ -79,16 +84,23 @@ class KernelWorkers:
         self._root = Path(tempfile.mkdtemp(prefix="kernel-workers-"))
         jobs, self._jobs = os.pipe()
         self._workers: list[_Worker] = []
-        for index in range(count):
-            reader, writer = Pipe(duplex=False)
-            pid = _fork()
-            if pid == 0:
-                os.close(self._jobs)
-                _work(lambda number: replace(units[number], target=units[number].target or arch), index, self._root,
-                      jobs, writer)  # fmt: skip
-            writer.close()
-            self._workers.append(_Worker(pid, reader))
-        os.close(jobs)
+        targeted = [replace(unit, target=unit.target or arch) for unit in units]
+        try:
+            for index in range(count):
+                reader, writer = Pipe(duplex=False)
+                pid = _fork()
+                if pid == 0:
+                    os.close(self._jobs)
+                    for connection in (reader, *(worker.results for worker in self._workers)):
+                        connection.close()  # with this process's ends open, no worker would notice its parent's death
+                    _work(targeted, index, self._root / str(index), jobs, writer)
+                writer.close()
+                self._workers.append(_Worker(pid, reader))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(jobs)
 
     @classmethod
     def of(cls, units: Sequence[Unit], arch: str, most: int | None) -> tuple[Self | None, str]:
@@ -106,7 +118,10 @@ class KernelWorkers:
         await_triton_key()  # its thread ends, and the workers need not read Triton's library again
         if (others := threading.active_count() - 1) > 0:
             return None, f"kernels are built one by one: this process has other threads ({others}) and is not forked"
-        return cls(kernels, arch, count), ""
+        try:
+            return cls(kernels, arch, count), ""
+        except OSError as error:
+            return None, f"kernels are built one by one: worker processes cannot be made ({error})"
 
     def start(self, keys: Sequence[str]) -> None:
         """Let the workers build these units, the costliest first."""
@@ -201,18 +216,17 @@ def _fork() -> int:
         return os.fork()
 
 
-def _work(unit_of: Callable[[int], KernelBuildUnit], index: int, root: Path, jobs: int, results: Connection) -> None:
-    """All of a worker's life. It takes jobs until the pipe ends, which it also does when its parent dies."""
+def _work(units: Sequence[KernelBuildUnit], index: int, directory: Path, jobs: int, results: Connection) -> NoReturn:
+    """All of a worker's life: it takes jobs until there are no more, or nobody to tell of them."""
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        directory = root / str(index)
         os.environ["TRITON_CACHE_DIR"] = str(directory)
         while job := os.read(jobs, _JOB_BYTES):
             number = int.from_bytes(job, "big")
             results.send((number, None))
-            results.send((number, _build(unit_of(number), index, directory)))
+            results.send((number, _build(units[number], index, directory)))
         status = 0
     finally:
         os._exit(status)

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from capture import CacheLockTimeout, CompileWatch, KernelBuildUnit, WarmupManager, WarmupReport, WarmupSpec
-from capture.workers import KernelWorkers
+from capture.workers import KernelWorkers, _fork
 from tests.warmup import kernel_toy
 
 HERE = os.getpid()
@@ -44,6 +44,21 @@ def units(before: Callable[[], object] = lambda: None, count: int = 4) -> tuple[
 
 def in_a_worker_only(action: Callable[[], object]) -> Callable[[], object]:
     return lambda: action() if os.getpid() != HERE else None
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def runs(process: str) -> bool:
+    """Whether a process is there, and not only its exit status."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def run(cache: Path, made: tuple[KernelBuildUnit, ...], **options: object) -> tuple[WarmupReport, int]:
@@ -136,6 +151,41 @@ def test_a_process_with_other_threads_is_not_forked_and_says_so(cache: Path) -> 
         thread.join()
     assert compiled_here == 2
     assert "this process has other threads (1) and is not forked" in report.notes[0]
+
+
+def test_without_room_for_workers_kernels_are_built_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forks = iter([os.fork])
+
+    def fork() -> int:
+        for real in forks:
+            return real()
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr("capture.workers._fork", fork)
+    report, compiled_here = run(cache, units(count=2))
+    assert compiled_here == 2
+    assert "worker processes cannot be made (no more processes)" in report.notes[0]
+
+
+def test_a_worker_whose_parent_is_killed_ends_with_its_kernel(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def note() -> None:
+        with open(log, "a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(0.3)
+
+    parent = _fork()
+    if parent == 0:
+        workers = KernelWorkers(units(note), "gfx942", 2)
+        workers.start([str(dtype) for dtype in DTYPES])
+        time.sleep(60)
+    wait_until(lambda: log.exists() and len(log.read_text().split()) == 2)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    begun = log.read_text().split()
+    wait_until(lambda: not any(map(runs, begun)))
+    assert len(log.read_text().split()) == 2
 
 
 def test_while_another_process_builds_the_workers_do_nothing(cache: Path, tmp_path: Path) -> None:

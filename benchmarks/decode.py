@@ -1,6 +1,8 @@
-"""MLA decode: ours, FlashMLA and AITER's Triton kernel in one run, each with its share of the measured floor.
+"""MLA decode: ours, FlashMLA and AITER's Triton kernels in one run, each with its share of the measured floor.
 
-    python -m benchmarks.decode [--aiter PATH_OF_A_SOURCE_TREE] [--json]
+    python -m benchmarks.decode [--aiter FOLDER] [--json]
+
+``FOLDER`` holds ``aiter/``: a clone of AITER, or its unpacked wheel; see :mod:`benchmarks.aiter`.
 
 Graph-replayed medians over input sets that together exceed the last-level cache. The floor of a step is the larger of
 its fewest bytes over the measured copy rate and its operations over the measured rate of a bf16 product.
@@ -11,8 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import mla_ops.ops  # noqa: F401  (registers the ops)
+from benchmarks import aiter
 from benchmarks.common import measure, measure_ceilings, measure_host, print_table, relative_error
 from benchmarks.inputs import SCALE, DecodeInputs, decode_inputs, input_sets
 
@@ -63,23 +64,6 @@ def flash_mla(step: DecodeInputs) -> Call:
     return call
 
 
-def aiter_triton(step: DecodeInputs) -> Call:
-    """AITER's portable decode, from a source tree on ``sys.path``."""
-    module = importlib.import_module("aiter.ops.triton.attention.mla")
-    lens = torch.tensor(step.lens, dtype=torch.int32, device="cuda")
-    out = torch.full((*step.q.shape[:2], step.rank), torch.nan, device="cuda", dtype=step.q.dtype)
-    kv = step.kv_cache.unsqueeze(2)
-
-    def call() -> Tensor:
-        module.mla_decode_fwd(
-            step.q, kv, out, step.qo_indptr, lens, max(step.lens), step.block_table, SCALE, step.rank,
-            step.q.shape[2] - step.rank, True, None, None,
-        )  # fmt: skip
-        return out
-
-    return call
-
-
 def run(name: str, make: Callable[[DecodeInputs], Call], steps: list[DecodeInputs], floor_us: float) -> dict[str, Any]:
     """One line of the table; of what cannot be had, the reason."""
     try:
@@ -103,30 +87,37 @@ def run(name: str, make: Callable[[DecodeInputs], Call], steps: list[DecodeInput
     }
 
 
+def _no_aiter(step: DecodeInputs) -> Call:
+    raise FileNotFoundError("no AITER tree was given (--aiter FOLDER)")
+
+
+def _compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of one shape, each with its time over that of the first, which is ours."""
+    ours_us = rows[0].get("us")
+    return [row | ({"over ours": row["us"] / ours_us} if ours_us and "us" in row else {}) for row in rows]
+
+
 def main() -> None:
     """Measure every shape and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--aiter", help="path of an AITER source tree")
+    parser.add_argument("--aiter", metavar="FOLDER", help="that holds aiter/, of a clone or an unpacked wheel")
+    parser.add_argument("--shapes", default="", metavar="H,B,KEYS ...", help="only these, separated by spaces")
     parser.add_argument("--fp8", action="store_true", help="an fp8 cache (ours only)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if args.aiter:
-        os.environ["AITER_TRITON_ONLY"] = "1"
-        sys.path.insert(0, args.aiter)
     peers = {"mla_ops triton": ours}
     if not args.fp8:
-        peers |= {"FlashMLA": flash_mla}
-    if args.aiter and not args.fp8:
-        peers |= {"AITER Triton": aiter_triton}
+        peers |= {"FlashMLA": flash_mla, **(aiter.peers(args.aiter) if args.aiter else {"AITER Triton": _no_aiter})}
     ceilings = measure_ceilings()
+    chosen = [tuple(map(int, shape.split(","))) for shape in args.shapes.split()] or SHAPES
     rows = []
-    for heads, lens in [*((h, [n] * b) for h, b, n in SHAPES), RAGGED]:
+    for heads, lens in [*((h, [n] * b) for h, b, n in chosen), *([] if args.shapes else [RAGGED])]:
         steps = [decode_inputs(lens, heads, 64, torch.bfloat16, args.fp8)]
         while len(steps) < input_sets(steps[0].bytes):
             steps.append(decode_inputs(lens, heads, 64, torch.bfloat16, args.fp8))
         floor = max(steps[0].bytes / ceilings["bytes_per_s"], steps[0].flop / ceilings["flop_per_s"]) * 1e6
         shape = {"H": heads, "B": len(lens), "keys": lens[0] if len(set(lens)) == 1 else "ragged", "floor us": floor}
-        rows += [shape | run(name, make, steps, floor) for name, make in peers.items()]
+        rows += _compared([shape | run(name, make, steps, floor) for name, make in peers.items()])
         del steps
         torch.cuda.empty_cache()
     if args.json:

@@ -1,11 +1,19 @@
-"""Seconds from process start to every batch size captured: ours cold and warm, beside plain ``torch.compile``.
+"""Seconds from process start to every batch size captured: ours cold and warm, beside what else there is.
 
-Each row is a fresh process. ``floor`` imports torch, opens the device and makes the weights; ``torch.compile``
-compiles the whole step with a dynamic batch and captures each size by hand; ``ours`` is ``WarmupManager``, which
-verifies every graph as well; ``plain`` is the same without compiling: the step is captured as its ops are. Phases are
-those of the warm-up report.
+    python -m benchmarks.first_run --device cuda [--layers 4,61] [--sizes 8,35] [--json]
 
-    python benchmarks/first_run.py --model deepseek-v3 --layers 4 --batch-sizes 1,2,4,8,16,32,64,128 --device cuda
+Each row is a fresh process; ``ours`` also verifies every graph. Rows are printed as they come. The ways:
+
+* ``floor``: import torch, open the device, make the weights (not what this package needs besides).
+* ``ours``: :class:`capture.WarmupManager`, the tier that is its default on the device; ``ours compiled``: with the
+  block under torch.compile.
+* ``torch.compile dynamic``: the whole step compiled with a dynamic batch, a graph for each size captured by hand;
+  ``static``: compiled for each size; ``mega-cache``: dynamic, over what ``torch.compiler.save_cache_artifacts`` kept.
+* ``Hugging Face``: its DeepseekV3 with a static cache, ``torch.compile(mode="reduce-overhead")``, each size in turn;
+  its MLP is 64 wide, so that attention is nearly all of it.
+
+A row that takes longer than ``--row-timeout`` is ended and says so; what one cell of the grid could not do in time, a
+larger one is not asked to. ``--budget`` bounds the whole: ours first, then the others, the smallest cell first.
 """
 
 from __future__ import annotations
@@ -13,181 +21,202 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WAYS = ("floor", "torch.compile cold", "torch.compile warm", "ours cold", "ours warm", "plain cold", "plain warm")
-_STARTED = "MLA_BENCHMARK_STARTED"
+__all__ = ["OURS", "SIZES", "STARTED", "THEIRS", "main"]
+
+OURS = ("floor", "ours cold", "ours warm")
+THEIRS = (
+    "ours compiled cold",
+    "ours compiled warm",
+    "torch.compile dynamic cold",
+    "torch.compile dynamic warm",
+    "mega-cache warm",
+    "torch.compile static cold",
+    "torch.compile static warm",
+    "Hugging Face cold",
+    "Hugging Face warm",
+)
+SIZES = {4: (1, 2, 4, 8), 8: (1, 2, 4, 8, 16, 32, 64, 128), 35: (1, 2, 4, *range(8, 257, 8))}
+STARTED = "MLA_BENCHMARK_STARTED"
+_NEEDS = {"mega-cache": "torch.compile dynamic"}  # whose cold row leaves what the warm one loads
+
+
+@dataclass(frozen=True)
+class _Cell:
+    layers: int
+    sizes: tuple[int, ...]
+
+    def holds(self, other: _Cell) -> bool:
+        """Whether this is at least as much work."""
+        return self.layers >= other.layers and len(self.sizes) >= len(other.sizes)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="deepseek-v2-lite")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--batch-sizes", default="1,2,4,8")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--max-seq-len", type=int, default=8192)
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--ways", default=",".join(WAYS), help="which rows, in order (default: all)")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        print(json.dumps(_child(arguments)))
-        return
-    with tempfile.TemporaryDirectory() as caches:
-        _run("floor", Path(caches) / "floor")  # reads the packages from the disk, so that no row pays for that
-        rows = {way: _run(way, Path(caches) / way.split()[0]) for way in arguments.ways.split(",")}
+    """Run the grid and print."""
+    arguments = _arguments()
+    cells = [_Cell(layers, sizes) for layers in arguments.layers for sizes in arguments.sizes]
+    ways = [way for way in (*OURS, *THEIRS) if way in arguments.ways]
+    order = [(cell, way) for cell in cells for way in ways if way in OURS]
+    order += [(cell, way) for cell in cells for way in ways if way in THEIRS]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        bench = _Bench(arguments, Path(folder))
+        for cell, way in order:
+            row = {"layers": cell.layers, "sizes": len(cell.sizes), "way": way, **bench.row(cell, way)}
+            rows.append(row)
+            print(_line(row), file=sys.stderr if arguments.json else sys.stdout, flush=True)
     if arguments.json:
         print(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=2))
     else:
-        _print(rows)
+        _print_table(rows)
 
 
-def _run(way: str, cache: Path) -> dict[str, Any]:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), _STARTED: str(time.time())}
-    if not way.startswith("torch"):
-        environment.pop("TORCHINDUCTOR_CACHE_DIR")
-        environment["MLA_WARMUP_CACHE"] = str(cache)
-    command = [sys.executable, __file__, *sys.argv[1:], "--child", way]
-    child = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if child.returncode:
-        return {"failed": f"exit status {child.returncode}"}
-    row: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-    print(f"{way}: {json.dumps(row)}", file=sys.stderr, flush=True)
-    return row
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="deepseek-v3", help="a preset or a config.json")
+    parser.add_argument("--layers", type=_numbers, default=(4, 61), help="default 4,61")
+    parser.add_argument("--sizes", type=_sizes, default=(SIZES[8], SIZES[35]), help="how many: of 4, 8, 35 (8,35)")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max-seq-len", type=int, default=8192)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=[*OURS, *THEIRS], help="default: all")
+    parser.add_argument("--row-timeout", type=float, default=60.0, metavar="N", help="seconds (60)")
+    parser.add_argument("--budget", type=float, default=480.0, metavar="N", help="seconds for all rows (480)")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.ways) - {*OURS, *THEIRS}:
+        parser.error(f"--ways: no such way: {', '.join(sorted(unknown))}; there are {', '.join((*OURS, *THEIRS))}")
+    return arguments
 
 
-def _child(arguments: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
-    from capture import BuildOptions
-    from mla_ops.warmup import spec
-
-    options = BuildOptions(
-        batch_sizes=tuple(int(n) for n in arguments.batch_sizes.split(",")),
-        device=arguments.device,
-        dtype=arguments.dtype,
-        backend=arguments.backend,
-        layers=arguments.layers,
-        max_seq_len=arguments.max_seq_len,
-        compile=arguments.child.startswith("ours"),
-    )
-    work = spec(arguments.model, options)
-    way: str = arguments.child
-    torch.zeros(1, device=options.device)
-    result: dict[str, Any] = {"backend": work.backend[0]}
-    if way.startswith(("ours", "plain")):
-        from capture import WarmupManager
-
-        made: dict[str, Any] = {}
-        resources = work.setup
-        object.__setattr__(work, "setup", lambda: made.setdefault("resources", resources()))
-        manager = WarmupManager()
-        report = manager.run(manager.plan(work), progress=False)
-        result["seconds"] = _since_start()
-        result["phases"] = {phase.name: phase.seconds for phase in report.phases}
-        result["compiled"] = report.compiled
-        result["compilers imported"] = [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
-        result["failed units"] = [unit.reason for unit in report.units if unit.state == "failed"]
-        runner = made["resources"].runner()
-        result["replay_us"] = _replay_times(options, lambda size: runner.replay(size))
-        return result
-    step = work.setup().step
-    _synchronize(options.device)
-    result["weights"] = _since_start()
-    if way == "floor":
-        return {**result, "seconds": result["weights"]}
-    graphs = _compile_and_capture(step, options)
-    result["seconds"] = _since_start()
-    result["replay_us"] = _replay_times(options, lambda size: graphs[size]())
-    return result
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(sorted(int(part) for part in text.split(",")))
 
 
-def _compile_and_capture(step: Any, options: Any) -> dict[int, Callable[[], Any]]:
-    """What a user without this package writes: the whole stack compiled with a dynamic batch, a graph per size."""
-    import torch
-
-    def layers(hidden_states: torch.Tensor, metadata: Any, caches: list[torch.Tensor]) -> torch.Tensor:
-        for block, kv_cache in zip(step.blocks, caches, strict=True):
-            hidden_states = block(hidden_states, metadata.positions, kv_cache, metadata)
-        return hidden_states
-
-    compiled = torch.compile(layers, fullgraph=True, dynamic=True)
-
-    def run(hidden_states: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
-        step.plan.update(block_table, seq_lens)
-        return compiled(hidden_states, step.plan.at(seq_lens.shape[0]), step.cache.layers)
-
-    generator = torch.Generator(options.device).manual_seed(0)
-    graphs: dict[int, Callable[[], Any]] = {}
-    pool = torch.cuda.graph_pool_handle() if options.device.startswith("cuda") else None
-    for size in sorted(options.batch_sizes, reverse=True):
-        inputs = step.inputs(size, generator)
-        with torch.no_grad():
-            run(**inputs)
-            if pool is None:
-                graphs[size] = partial(run, **inputs)
-                continue
-            _synchronize(options.device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                run(**inputs)
-            graphs[size] = partial(_replay, graph, inputs)
-    _synchronize(options.device)
-    return graphs
+def _sizes(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(SIZES[count] for count in _numbers(text))
 
 
-def _replay(graph: Any, inputs: object) -> None:
-    """``inputs`` is only kept alive: the graph reads their memory."""
-    graph.replay()
+class _Bench:
+    """Runs rows, and knows which are not worth a process."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self._arguments = arguments
+        self._folder = folder
+        self._end = time.monotonic() + arguments.budget
+        self._too_long: list[tuple[_Cell, str]] = []
+        self._failed: dict[tuple[_Cell, str], str] = {}
+        self._child(_Cell(1, SIZES[4]), "floor", folder / "first", 600.0)  # reads packages from the disk: no row pays
+
+    def row(self, cell: _Cell, way: str) -> dict[str, Any]:
+        """The result, or ``{"seconds": None, "word": why there is none}``."""
+        limit = self._arguments.row_timeout
+        kind, _, state = way.rpartition(" ")
+        needs = (cell, _NEEDS.get(kind, kind) + " cold")
+        if state == "warm" and needs in self._failed:
+            return _word(self._failed[needs])
+        if any(before == way and cell.holds(smaller) for smaller, before in self._too_long):
+            self._failed[cell, way] = "its cold start took too long"
+            return _word(f"more than {limit:.0f} s, as with less work")
+        left = self._end - time.monotonic()
+        if left < min(limit, 10.0):
+            self._failed[cell, way] = "its cold start was not run"
+            return _word("not run: --budget is used up")
+        name = _NEEDS.get(kind, kind).replace(" ", "-")  # Inductor's compiler calls do not quote it
+        cache = self._folder / f"{cell.layers}-{len(cell.sizes)}" / name
+        try:
+            row = self._child(cell, way, cache, min(limit, left))
+        except subprocess.TimeoutExpired as error:
+            self._too_long.append((cell, way))
+            self._failed[cell, way] = "its cold start took too long"
+            return _word(f"more than {error.timeout:.0f} s")
+        if "word" in row:
+            self._failed[cell, way] = row["word"]
+        return row
+
+    def _child(self, cell: _Cell, way: str, cache: Path, limit: float) -> dict[str, Any]:
+        """The row that a process of its own prints last; the process and all of its children end with it."""
+        cache.mkdir(parents=True, exist_ok=True)
+        inductor = "empty" if way.startswith("mega-cache") else "inductor"
+        environment = {**os.environ, "MLA_WARMUP_CACHE": str(cache), STARTED: str(time.time())}
+        if not way.startswith("ours"):
+            environment |= {"TORCHINDUCTOR_CACHE_DIR": str(cache / inductor)}
+        given = self._arguments
+        options = {"model": given.model, "device": given.device, "dtype": given.dtype, "backend": given.backend}
+        options |= {"max_seq_len": given.max_seq_len, "layers": cell.layers, "batch_sizes": cell.sizes}
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.first_run_child",
+            way,
+            json.dumps(options),
+            str(cache / "artifacts"),
+        ]
+        with tempfile.TemporaryFile("w+") as errors:
+            child = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            )
+            try:
+                out, _ = child.communicate(timeout=limit)
+            finally:
+                _end_session(child)
+            if child.returncode:
+                errors.seek(0)
+                return _word(f"failed (exit status {child.returncode}): {_reason(errors.read())[:160]}")
+        row: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return row
 
 
-def _replay_times(options: Any, replay: Callable[[int], Any]) -> dict[str, float]:
-    """Median microseconds of a replay at the smallest and the largest size."""
-    import torch
-
-    times = {}
-    for size in sorted({min(options.batch_sizes), max(options.batch_sizes)}):
-        samples = []
-        with torch.no_grad():
-            for _ in range(30):
-                _synchronize(options.device)
-                start = time.perf_counter()
-                replay(size)
-                _synchronize(options.device)
-                samples.append(time.perf_counter() - start)
-        times[str(size)] = round(sorted(samples)[len(samples) // 2] * 1e6, 1)
-    return times
+def _end_session(child: subprocess.Popen[str]) -> None:
+    """Compilers leave worker processes behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
-def _synchronize(device: str) -> None:
-    import torch
-
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
-def _since_start() -> float:
-    return round(time.time() - float(os.environ[_STARTED]), 2)
+def _reason(errors: str) -> str:
+    """The line of a traceback that names the exception; the last line where there is none."""
+    lines = errors.strip().splitlines() or ["no message"]
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Unsupported|Interrupt)\b", line)]
+    return (named or lines)[-1]
 
 
-def _print(rows: dict[str, dict[str, Any]]) -> None:
+def _word(text: str) -> dict[str, Any]:
+    return {"seconds": None, "word": text}
+
+
+def _cells(row: dict[str, Any]) -> Iterator[str]:
+    yield f"{row['layers']} layers, {row['sizes']} sizes"
+    yield row["way"]
+    yield row["word"] if row["seconds"] is None else f"{row['seconds']:.2f}"
+    yield str(row.get("compiled", ""))
+    yield ", ".join(f"{size}: {us:,.0f}" for size, us in row.get("replay_us", {}).items())
+    yield ", ".join(f"{name} {seconds:.2f}" for name, seconds in row.get("phases", {}).items() if seconds)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return " | ".join(cell for cell in _cells(row) if cell)
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("way", "seconds", "compiled", "replay us by batch size", "phases")
-    for way, row in rows.items():
-        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in row.get("phases", {}).items() if seconds)
-        replays = ", ".join(f"{size}: {us:,.0f}" for size, us in row.get("replay_us", {}).items())
-        table.add_row(way, str(row.get("seconds", row.get("failed"))), str(row.get("compiled", "")), replays, phases)
+    table = Table("cell", "way", "seconds", "compiled", "replay us by batch size", "phases")
+    for row in rows:
+        table.add_row(*_cells(row))
     Console(width=200 if not sys.stdout.isatty() else None).print(table)
 
 

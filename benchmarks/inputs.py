@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-__all__ = ["DecodeInputs", "PrefillInputs", "decode_inputs", "input_sets", "prefill_inputs"]
+from mla_ops import testing
+
+__all__ = ["SCALE", "DecodeInputs", "PrefillInputs", "decode_inputs", "input_sets", "prefill_inputs"]
 
 SCALE = 192**-0.5
 _L2_BYTES = 4 * (60 << 20)
@@ -15,7 +19,11 @@ _L2_BYTES = 4 * (60 << 20)
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """One decode step: lengths [B] on the host and the arguments of ``mla_decode``."""
+    """One decode step: lengths [B] on the host and the arguments of ``mla_decode``.
+
+    Attributes:
+        made: what the tensors come from.
+    """
 
     lens: list[int]
     q: Tensor
@@ -27,6 +35,7 @@ class DecodeInputs:
     block_table: Tensor
     kv_scale: Tensor | None
     rank: int
+    made: testing.DecodeInputs
 
     @property
     def bytes(self) -> int:
@@ -42,12 +51,9 @@ class DecodeInputs:
     def expected(self, requests: int = 4) -> Tensor:
         """Output [requests, H, rank] of the first requests, in float64."""
         outs = []
-        for request, length in enumerate(self.lens[:requests]):
-            pages = self.block_table[request, : -(-length // self.kv_cache.shape[1])].long()
-            kv = self.kv_cache[pages].flatten(0, 1)[:length].double()
-            if self.kv_scale is not None:
-                kv = kv * self.kv_scale.double()
-            scores = self.q[request].double() @ kv.mT * SCALE
+        for request, q in enumerate(self.q[:requests]):
+            kv = self.made.latent_rows(request)
+            scores = q.double() @ kv.mT * SCALE
             outs.append(scores.softmax(-1) @ kv[:, : self.rank])
         return torch.stack(outs)
 
@@ -56,38 +62,31 @@ def decode_inputs(
     lens: list[int], heads: int, page_size: int, dtype: torch.dtype, fp8: bool = False, rank: int = 512, rope: int = 64
 ) -> DecodeInputs:
     """Random inputs over shuffled pages; every unused slot and page is NaN."""
-    device = torch.device("cuda")
-    num_pages = [-(-length // page_size) for length in lens]
-    total = sum(num_pages)
-    kv_cache = torch.full((total + 1, page_size, rank + rope), torch.nan, device=device, dtype=dtype)
-    kv_indices = torch.randperm(total, device=device).to(torch.int32) + 1
-    indptr = [0]
-    block_table = torch.zeros(len(lens), max(num_pages), dtype=torch.int32, device=device)
-    for request, (length, pages) in enumerate(zip(lens, num_pages, strict=True)):
-        mine = kv_indices[indptr[-1] : indptr[-1] + pages]
-        block_table[request, :pages] = mine
-        kv_cache[mine.long()] = torch.randn(pages, page_size, rank + rope, device=device, dtype=dtype)
-        if length % page_size:
-            kv_cache[mine[-1].long(), length % page_size :] = torch.nan
-        indptr.append(indptr[-1] + pages)
-    scale = torch.full((1,), 0.02, device=device) if fp8 else None
-    if scale is not None:
-        kv_cache = (kv_cache / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-
-    def int32(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
+    made = testing.make_decode_inputs(
+        lens,
+        num_heads=heads,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+        page_size=page_size,
+        dtype=dtype,
+        kv_dtype=torch.float8_e4m3fn if fp8 else None,
+        device="cuda",
+        generator=_generator(),
+    )
+    starts = made.kv_indptr.tolist()
+    pages = [made.kv_indices[first:last] for first, last in itertools.pairwise(starts)]
     return DecodeInputs(
         lens=lens,
-        q=torch.randn(len(lens), heads, rank + rope, device=device, dtype=dtype),
-        kv_cache=kv_cache,
-        qo_indptr=int32(list(range(len(lens) + 1))),
-        kv_indptr=int32(indptr),
-        kv_indices=kv_indices,
-        kv_last_page_lens=int32([(n - 1) % page_size + 1 for n in lens]),
-        block_table=block_table,
-        kv_scale=scale,
+        q=made.q[: len(lens)],
+        kv_cache=made.kv_cache,
+        qo_indptr=made.qo_indptr,
+        kv_indptr=made.kv_indptr,
+        kv_indices=made.kv_indices,
+        kv_last_page_lens=made.kv_last_page_lens,
+        block_table=pad_sequence(pages, batch_first=True),
+        kv_scale=made.kv_scale,
         rank=rank,
+        made=made,
     )
 
 
@@ -123,7 +122,15 @@ class PrefillInputs:
 
 def prefill_inputs(batch: int, length: int, heads: int, dtype: torch.dtype) -> PrefillInputs:
     """Random inputs with q and k of 192 and v of 128."""
-    q, k = (torch.randn(batch * length, heads, 192, device="cuda", dtype=dtype) for _ in range(2))
-    v = torch.randn(batch * length, heads, 128, device="cuda", dtype=dtype)
-    cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device="cuda")
-    return PrefillInputs(length, q, k, v, cu_seqlens)
+    made = testing.make_prefill_inputs(
+        [length] * batch, num_heads=heads, qk_head_dim=192, v_head_dim=128, dtype=dtype, device="cuda",
+        generator=_generator(),
+    )  # fmt: skip
+    q, k, v = (rows[: batch * length] for rows in (made.q, made.k, made.v))
+    return PrefillInputs(length, q, k, v, made.cu_seqlens_q)
+
+
+def _generator() -> torch.Generator:
+    generator = torch.Generator("cuda")
+    generator.seed()
+    return generator

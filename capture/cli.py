@@ -17,6 +17,7 @@ from capture import cli_cache, cli_run
 from capture.cli_support import (
     UsageError,
     add_model_options,
+    count,
     duration,
     make_plan,
     positive,
@@ -93,6 +94,9 @@ def _add_verbs_over_a_model(commands: Any) -> None:
         _add_common(command)
     build.add_argument("--dry-run", action="store_true", help="only say what would be done")
     build.add_argument("--trace", metavar="FILE", help="write a trace for chrome://tracing or ui.perfetto.dev")
+    build.add_argument(
+        "--workers", type=count, metavar="N", help="processes that build kernels (default: one a core; 0: this one)"
+    )
     for command in (build, verify, bench):
         command.add_argument("--quiet", action="store_true", help="no progress, and no table")
     bench.add_argument("--json", action="store_true", help="one JSON document on stdout")
@@ -166,11 +170,11 @@ def _verify(arguments: argparse.Namespace) -> int:
         if arguments.json:
             show_plan(plan, as_json=True)
         return _FAILED
-    return _run(manager, plan, arguments)
+    return _run(manager, plan, arguments, prove_again=True)
 
 
-def _run(manager: WarmupManager, plan: WarmupPlan, arguments: argparse.Namespace) -> int:
-    report = manager.run(plan, progress=not arguments.quiet)
+def _run(manager: WarmupManager, plan: WarmupPlan, arguments: argparse.Namespace, *, prove_again: bool = False) -> int:
+    report = manager.run(plan, progress=not arguments.quiet, prove_again=prove_again)
     if getattr(arguments, "trace", None):
         from capture.trace import chrome_trace
 

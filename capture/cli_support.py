@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "UsageError",
     "add_model_options",
+    "count",
     "duration",
     "find_entry",
     "make_plan",
@@ -80,7 +81,7 @@ def make_plan(arguments: argparse.Namespace) -> tuple[WarmupManager, WarmupPlan]
     """The plan that the options describe."""
     from capture.warmup import WarmupManager
 
-    manager = WarmupManager(arguments.cache_dir)
+    manager = WarmupManager(arguments.cache_dir, workers=getattr(arguments, "workers", None))
     return manager, manager.plan(_spec(arguments.model, _options(arguments)))
 
 
@@ -213,6 +214,13 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return number
+
+
+def count(text: str) -> int:
+    """A number of 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return int(text)
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 def gc_paused() -> Iterator[None]:
     """No garbage collection: a finalizer that unloads a device module would abort the capture."""
     enabled = gc.isenabled()
-    gc.collect()
+    gc.collect(1)  # what is young; all that a large process holds would take longer than the captures
     gc.disable()
     try:
         yield

@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,11 +25,12 @@ from capture.manifest import write_durably
 from capture.relocate import is_group, located
 from capture.units import Phase, Unit, UnitResult
 
-__all__ = ["KernelBuildUnit", "prebuilt_kernels", "target_driver"]
+__all__ = ["KernelBuildUnit", "await_triton_key", "is_target", "prebuilt_kernels", "read_triton_key", "target_driver"]
 
 _RECORD = "record.json"
 _NVIDIA_WARP, _AMD_WAVEFRONT = 32, 64
 _sources: ContextVar[tuple[Path, ...]] = ContextVar("prebuilt kernels", default=())
+_key_reader: threading.Thread | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,27 @@ class KernelBuildUnit(Unit):
                     self.compile()
         origin = f"not compiled: was built ahead ({', '.join(keys.placed)})" if keys.placed else ""
         return UnitResult(origin=origin)
+
+
+def read_triton_key() -> None:
+    """Begin to hash Triton's library, hundreds of megabytes that all of its keys contain, in a thread of its own."""
+    global _key_reader
+    if _key_reader is None and "triton" in sys.modules:
+        from triton.runtime import cache
+
+        _key_reader = threading.Thread(target=cache.triton_key, name="triton key", daemon=True)
+        _key_reader.start()
+
+
+def await_triton_key() -> None:
+    """Wait for :func:`read_triton_key`, if it was begun; without the wait, Triton would read it once more."""
+    if _key_reader is not None:
+        _key_reader.join()
+
+
+def is_target(arch: str) -> bool:
+    """Whether kernels can be built for ``arch`` without a device."""
+    return re.fullmatch(r"sm_?\d+a?|gfx9[0-9a-f]+", arch) is not None
 
 
 @contextmanager
@@ -123,6 +147,7 @@ class _Keys:
     def __enter__(self) -> _Keys:
         from triton import knobs
 
+        await_triton_key()
         self._runtime: Any = knobs.runtime
         self._before = (self._runtime.jit_cache_hook, self._runtime.jit_post_compile_hook)
         self._runtime.jit_cache_hook = self._place

@@ -14,12 +14,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING, Any
 
 from capture.errors import CacheAccessError, CacheLockTimeout
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 __all__ = ["BuildLock", "rank_of_process"]
 
@@ -36,7 +38,13 @@ class BuildLock:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._owner_path = path.with_name(path.name + ".owner")
-        self._lock = FileLock(path, mode=0o600)
+
+    @cached_property
+    def _lock(self) -> FileLock:
+        """Made when first needed: a warm start takes no lock, and should not wait for the import."""
+        from filelock import FileLock
+
+        return FileLock(self._path, mode=0o600)
 
     @contextmanager
     def hold(self, timeout: float, say: Callable[[str], None], *, interval: float = 10.0) -> Iterator[None]:
@@ -60,6 +68,8 @@ class BuildLock:
             self._lock.release()
 
     def _acquire(self, timeout: float, say: Callable[[str], None], interval: float) -> None:
+        from filelock import Timeout
+
         start = time.monotonic()
         patience = 0.0
         while True:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from capture.report import PHASES, SpanRow, WarmupReport
+from capture.report import PHASES, SpanRow, UnitRow, WarmupReport
 
 __all__ = ["render_page"]
 
@@ -77,7 +77,8 @@ def _column(report: WarmupReport, longest: float, step: float) -> str:
     device = f"{report.device['name']}, backend {report.backend[0]}"
     problems = [f"{unit.key}: {unit.reason}" for unit in report.units if unit.state in ("failed", "skipped")]
     lines = [f'<div class="bad">{escape(line)}</div>' for line in problems]
-    lines += [f'<div class="faint">{escape(line)}</div>' for line in (*report.quarantined, *report.notes)]
+    said = (report.critical_path_line, *report.quarantined, *report.notes)
+    lines += [f'<div class="faint">{escape(line)}</div>' for line in said if line]
     rows = "".join(_row(bar, longest, step) for bar in _bars(report))
     ticks = "".join(
         f'<span style="left:{100 * tick * step / longest:.2f}%">{tick * step:g}</span>'
@@ -99,9 +100,13 @@ def _bars(report: WarmupReport) -> Iterator[_Bar]:
         if not any(unit.phase == span.name and _within(unit.start, span) for unit in report.units)
     ]
     bars += [
-        _Bar(row.key, row.phase or "kernels", row.state, row.start, row.seconds, row.reason) for row in report.units
+        _Bar(row.key, row.phase or "kernels", row.state, row.start, row.seconds, _note(row)) for row in report.units
     ]
     yield from sorted(bars, key=lambda bar: bar.start)
+
+
+def _note(row: UnitRow) -> str:
+    return row.reason if row.worker is None else f"in worker {row.worker} {row.reason}".rstrip()
 
 
 def _within(moment: float, span: SpanRow) -> bool:

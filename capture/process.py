@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["builds_in_process", "import_seconds", "make_context"]
+__all__ = ["builds_in_process", "import_seconds", "on_device"]
 
 _IMPORTED = time.monotonic()
 _first_run = True
@@ -48,13 +48,18 @@ def builds_in_process() -> Iterator[list[str]]:
             os.environ.pop(threads, None)
 
 
-def make_context(device: str) -> None:
-    """Make the context of a GPU, which the first use would do."""
+@contextmanager
+def on_device(device: str) -> Iterator[None]:
+    """Make the context of a GPU, which the first use would do, and make it the current one, where kernels launch."""
     import torch
 
-    if torch.device(device).type == "cuda":
-        torch.zeros(1, device=device)
-        torch.cuda.synchronize(device)
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+        yield
 
 
 def import_seconds() -> float:

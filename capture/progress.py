@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TextIO
 
 from capture.lock import rank_of_process
 
-__all__ = ["Heartbeat", "Progress", "ProgressEvent", "line_progress", "rich_progress"]
+__all__ = ["Heartbeat", "Progress", "ProgressEvent", "line_progress", "rich_progress", "shown"]
 
 
 @dataclass(frozen=True)
@@ -135,3 +135,17 @@ def rich_progress() -> Iterator[Callable[[ProgressEvent], None]]:
                 bar.update(task, description=event.text, completed=event.done, total=event.total or None)
 
         yield show
+
+
+@contextmanager
+def shown(progress: bool | Progress) -> Iterator[Progress]:
+    """``progress`` itself, silence (False), or (True) a bar on a terminal and lines elsewhere."""
+    if callable(progress):
+        yield progress
+    elif not progress:
+        yield lambda event: None
+    elif sys.stderr.isatty():
+        with rich_progress() as show:
+            yield show
+    else:
+        yield line_progress()

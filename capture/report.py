@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from capture.critical import critical_path
 from capture.fingerprint import JSON, Fingerprint
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class UnitRow:
             they were only put into place; else "".
         start: seconds since the process began.
         phase: where its time was counted.
+        worker: the worker process that built it, from 0; None: the process itself.
     """
 
     kind: str
@@ -69,17 +71,23 @@ class UnitRow:
     reason: str = ""
     start: float = 0.0
     phase: str = ""
+    worker: int | None = None
 
 
 @dataclass(frozen=True)
 class BucketRow:
-    """One captured batch size of one runner: seconds, and bytes of device memory that its graph took."""
+    """One captured batch size of one runner: seconds, and bytes of device memory that its graph took.
+
+    Attributes:
+        verified: it was compared with eager, on ``trials`` inputs.
+    """
 
     batch_size: int
     capture_seconds: float
     memory_bytes: int
     verified: bool
     runner: str = ""
+    trials: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,17 @@ class WarmupReport:
         """No unit failed or was skipped."""
         return all(unit.state in ("built", "hit") for unit in self.units)
 
+    @property
+    def critical_path(self) -> tuple[SpanRow, ...]:
+        """The chain of work that the whole waited for; see :func:`capture.critical.critical_path`."""
+        return critical_path(self.spans, self.units)
+
+    @property
+    def critical_path_line(self) -> str:
+        """That in one line, or "" where nothing was timed."""
+        links = ", ".join(f"{link.name} {link.seconds:.2f} s" for link in self.critical_path)
+        return f"critical path: {links}" if links else ""
+
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values (schema 1)."""
         return {
@@ -132,6 +151,7 @@ class WarmupReport:
             "quarantined": list(self.quarantined),
             "environment": dict(self.environment),
             "spans": [asdict(span) for span in self.spans],
+            "critical_path": [asdict(link) for link in self.critical_path],
         }
 
     @classmethod
@@ -172,6 +192,8 @@ class WarmupReport:
             parts.append(_bucket_table(self.buckets))
         parts += [Text(f"set aside: {line}", style="yellow") for line in self.quarantined]
         parts += [Text(f"note: {line}") for line in self.notes]
+        if line := self.critical_path_line:
+            parts.append(Text(line))
         failed = sum(unit.state in ("failed", "skipped") for unit in self.units)
         verdict = f"{_title(self)}: {self.seconds:.1f} s, {self.compiled} compilations"
         parts.append(Text(f"{verdict}, {failed} units failed" if failed else verdict, style="red" if failed else ""))
@@ -209,7 +231,7 @@ def _unit_table(units: Sequence[UnitRow]) -> Table:
 def _bucket_table(buckets: Sequence[BucketRow]) -> Table:
     table = _table("batch size", "runner", "capture", "memory", "verified")
     for row in buckets:
-        verified = "yes" if row.verified else "no"
+        verified = f"{row.trials} inputs" if row.verified and row.trials else "yes" if row.verified else "no"
         size = _size(row.memory_bytes)
         table.add_row(str(row.batch_size), row.runner, f"{row.capture_seconds * 1e3:.1f} ms", size, verified)
     return table

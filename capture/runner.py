@@ -281,34 +281,38 @@ class GraphRunner:
         return body
 
     def _warm_up(self) -> dict[int, float]:
-        """Run each size twice, the second time with the copy of the results; seconds by size, largest first.
+        """Run the largest and the smallest size, which show how the outputs grow, then each with the copy of its
+        results; seconds by size, largest first.
 
         On the capture stream, because BLAS handles, workspaces and modules are made at first use, by stream,
         and cannot be made during a capture.
         """
         sizes = self.batch_sizes[::-1]
         # One bucket alone does not show which output dimension is the batch.
-        probes = (*sizes, 1) if len(sizes) == 1 and sizes[0] > 1 else sizes
+        probes = dict.fromkeys((sizes[0], sizes[-1] if len(sizes) > 1 else 1))
         seconds = dict.fromkeys(sizes, 0.0)
-        shapes: dict[int, OutputShapes] = {}
+        shapes = []
         for size in probes:
             start = time.perf_counter()
-            with self._explain(size, "warming up"):
-                self.static_inputs.pad_all(size)
-                shapes[size] = OutputShapes.of(self.step(**self.static_inputs.views(size)), size, self.state)
-            if size in seconds:
-                seconds[size] = time.perf_counter() - start
+            shapes.append(self._run_padded(size)[1])
+            seconds[size] = time.perf_counter() - start
         with self._explain(sizes[0], "allocating the static outputs"):
-            self._outputs = StaticOutputs(shapes[sizes[0]], shapes[probes[-1]] if len(probes) > 1 else None)
+            self._outputs = StaticOutputs(shapes[0], shapes[1] if len(shapes) > 1 else None)
         for size in sizes:
             start = time.perf_counter()
-            self.static_outputs.check(shapes[size])
+            output, found = self._run_padded(size)
+            self.static_outputs.check(found)
             with self._explain(size, "warming up"):
-                self.static_inputs.pad_all(size)
-                self._body(size)()
+                self.static_outputs.store(output, size)
                 self._synchronize()
             seconds[size] += time.perf_counter() - start
         return seconds
+
+    def _run_padded(self, size: int) -> tuple[Any, OutputShapes]:
+        with self._explain(size, "warming up"):
+            self.static_inputs.pad_all(size)
+            output = self.step(**self.static_inputs.views(size))
+            return output, OutputShapes.of(output, size, self.state)
 
     def _capture_all(self, warm_seconds: Mapping[int, float]) -> list[CapturedBucket]:
         """Largest first: the smaller graphs then live in the memory that the largest one left in the pool."""

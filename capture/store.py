@@ -22,8 +22,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
 from capture.errors import CacheAccessError, CacheCorruptError
 from capture.fingerprint import Fingerprint
 from capture.lock import BuildLock
@@ -44,7 +42,11 @@ _applied: dict[str, str] = {}  # what this process set: not a user's setting
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """``cache_dir``, else ``$MLA_WARMUP_CACHE``, else the user's cache directory. Nothing is created."""
-    chosen = cache_dir or os.environ.get("MLA_WARMUP_CACHE") or platformdirs.user_cache_dir("mla-ops", appauthor=False)
+    chosen = cache_dir or os.environ.get("MLA_WARMUP_CACHE")
+    if not chosen:
+        import platformdirs
+
+        chosen = platformdirs.user_cache_dir("mla-ops", appauthor=False)
     return Path(chosen).expanduser().absolute()
 
 

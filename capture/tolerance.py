@@ -7,12 +7,13 @@ row, so that one wrong row among many right ones shows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Distance", "changed_bits", "distance", "same_bits", "within_rounding"]
+__all__ = ["Distance", "as_integers", "changed_bits", "differing", "distance", "same_bits", "within_rounding"]
 
 # Allowed relative L2 error of a row, in rounding steps of its dtype.
 _NARROW_STEPS = 8  # 16 bits and fewer: sums run in fp32, what differs is the rounding of each layer's result
@@ -106,14 +107,32 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype is b.dtype and torch.equal(_bits(a), _bits(b))
 
 
+def differing(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """The names whose tensors differ in any bit; waits for the device once, however many there are.
+
+    Args:
+        expected: for each name of ``actual`` a tensor of the same shape and dtype.
+    """
+    if not actual:
+        return []
+    flags = [changed_bits(tensor, expected[name]).any() for name, tensor in actual.items()]
+    found = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+    return [name for name, differs in zip(actual, found, strict=True) if differs]
+
+
 def _limit(dtype: torch.dtype) -> float:
     steps = _NARROW_STEPS if dtype.itemsize <= 2 else _WIDE_STEPS
     return min(steps * torch.finfo(dtype).eps, _LARGEST)
 
 
+def as_integers(tensor: Tensor) -> Tensor:
+    """A view of the same memory with its bits as integers; of 16-byte elements the tensor itself."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    return tensor.detach() if integer is None else tensor.detach().view(integer)
+
+
 def _bits(tensor: Tensor) -> Tensor:
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().contiguous().view(-1).view(integer)
+    return as_integers(tensor.detach().contiguous().view(-1))
 
 
 def _rows(tensor: Tensor, dim: int | None) -> Tensor:

@@ -73,12 +73,12 @@ class UnitResult:
 
     Attributes:
         buckets: the graphs that it captured.
-        verified: ``(runner, batch_size)`` of the graphs that it proved right.
-        origin: where its files came from, if this process only put them into place.
+        verified: ``(runner, batch_size)`` of the graphs that it proved right -> with how many inputs.
+        origin: for the report, one phrase: where its files came from, if this process only put them into place.
     """
 
     buckets: tuple[BucketRow, ...] = ()
-    verified: tuple[tuple[str, int], ...] = ()
+    verified: Mapping[tuple[str, int], int] = field(default_factory=dict)
     origin: str = ""
 
 
@@ -156,6 +156,9 @@ class GraphCaptureUnit(Unit):
 class VerifyUnit(Unit):
     """Proof of every graph of a captured runner against eager.
 
+    Where the cache has it on record, the same step was proved on such a device under the same fingerprint: a load only
+    compares each graph with eager at its own shape, on one input (``verify(again=True)``).
+
     Attributes:
         graphs: key of the :class:`GraphCaptureUnit` that captured it.
         runner: picks the runner from the resources.
@@ -174,11 +177,19 @@ class VerifyUnit(Unit):
         object.__setattr__(self, "needs", (self.graphs,))
 
     def build(self, resources: Any) -> UnitResult:
+        return self._prove(resources, self.trials, again=False)
+
+    def load(self, resources: Any) -> UnitResult:
+        return self._prove(resources, 1, again=True)
+
+    def _prove(self, resources: Any, trials: int, again: bool) -> UnitResult:
         from capture.verify import verify
 
-        runner = self.runner(resources)
-        verify(runner, trials=self.trials).raise_if_failed()
-        return UnitResult(verified=tuple((self.graphs, batch_size) for batch_size in runner.captured))
+        report = verify(self.runner(resources), trials=trials, again=again)
+        report.raise_if_failed()
+        tried = {(self.graphs, bucket.batch_size): len(bucket.fillings) for bucket in report.buckets}
+        origin = "proved before: one input for each graph, at the graph's shape" if again else ""
+        return UnitResult(verified=tried, origin=origin)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,15 @@ For each bucket, fresh random inputs at several fillings are run three ways from
 exactly the live rows, eager at the bucket's shape, and as a replay over poisoned static buffers. All
 three must agree, the state must change in the same elements, and a second replay, after one of another
 bucket, must repeat the first bit by bit. Pad rows that are made of pad values alone must not be NaN.
+
+A step that was proved so before, and is captured again in a new process, can only have been captured wrongly:
+``again=True`` runs each bucket eagerly at its own shape and as a replay, and asks for the same.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 from capture.errors import CaptureError, VerificationError
-from capture.tolerance import changed_bits, distance, same_bits, within_rounding
+from capture.tolerance import as_integers, changed_bits, differing, distance, same_bits, within_rounding
 
 if TYPE_CHECKING:
     from capture.runner import GraphRunner
@@ -32,7 +35,8 @@ class BucketResult:
     Attributes:
         fillings: how many requests were live in each trial.
         bitwise: every replay gave bit by bit what eager gives at the bucket's shape.
-        max_error: the largest error of a row against eager on the live rows alone, as in :class:`Distance`.
+        max_error: the largest error of a row against eager on the live rows alone (``again``: at the bucket's shape),
+            as in :class:`Distance`.
         failures: one readable line each; empty if the graph is right.
     """
 
@@ -86,6 +90,7 @@ def verify(
     *,
     trials: int = 3,
     poison: bool = True,
+    again: bool = False,
     generator: torch.Generator | None = None,
     poison_state: Callable[[Mapping[str, Tensor]], None] | None = None,
 ) -> VerifyReport:
@@ -98,9 +103,10 @@ def verify(
     Args:
         runner: captured.
         trials: fresh inputs for each bucket. The fillings 1, bucket - 1, bucket and a random one are
-            always tried, whatever the number.
+            always tried, whatever the number, unless ``again``: then each trial has a random one.
         poison: put NaN or the largest integer into static buffers before they are written, and NaN into
             the pad rows of floating inputs that declare no pad value.
+        again: the same step was proved before: only compare replays with eager at the bucket's shape.
         generator: on the runner's device; a new one with a random seed if None.
         poison_state: see :class:`capture.runner.GraphRunner`; the runner's own if None.
 
@@ -119,17 +125,16 @@ def verify(
         generator = torch.Generator(runner.device)
         generator.manual_seed(runner.ranks.first(generator.seed()))  # ranks run the same trials
     hook = poison_state or runner.poison_state
-    saved = {name: tensor.clone() for name, tensor in runner.state.items()}
+    saved = _clones(runner.state)
     results = []
     try:
         with torch.no_grad():
             for bucket in runner.captured:
                 trial = _Trials(runner, bucket, saved, poison, generator, hook)
-                results.append(trial.run(trials))
+                results.append(trial.run_again(trials) if again else trial.run(trials))
     finally:
         with torch.no_grad():
-            for name, tensor in runner.state.items():
-                tensor.copy_(saved[name])
+            _copy_(runner.state, saved)
     return VerifyReport(tuple(results), time.perf_counter() - start, generator.initial_seed())
 
 
@@ -155,32 +160,34 @@ class _Trials:
         bucket = self.bucket
         fillings = list(dict.fromkeys([bucket, 1, max(1, bucket - 1), self._draw(1, bucket + 1)]))
         fillings += [self._draw(1, bucket + 1) for _ in range(trials - len(fillings))]
+        return self._run(fillings, self._trial)
+
+    def run_again(self, trials: int) -> BucketResult:
+        fillings = [self._draw(1, self.bucket + 1) for _ in range(trials)]
+        return self._run(fillings, self._trial_again)
+
+    def _run(self, fillings: Sequence[int], trial: Callable[[Mapping[str, Tensor], int, str], None]) -> BucketResult:
         for filling in fillings:
-            self._trial(filling)
-        return BucketResult(bucket, tuple(fillings), self.bitwise, self.max_error, tuple(self.failures))
+            inputs = dict(self.runner.make_inputs(filling, self.generator))
+            size = self.runner.static_inputs.check(inputs)
+            if size != filling:
+                raise ValueError(f"make_inputs({filling}, generator) returned inputs of batch size {size}")
+            where = f"bucket {self.bucket}, {filling} live"
+            trial(inputs, filling, where)
+            self.failures += [f"{where}: {name} is no longer at its captured address" for name in self.runner.moved()]
+        return BucketResult(self.bucket, tuple(fillings), self.bitwise, self.max_error, tuple(self.failures))
 
-    def _trial(self, filling: int) -> None:
+    def _trial(self, inputs: Mapping[str, Tensor], filling: int, where: str) -> None:
         runner = self.runner
-        inputs = dict(runner.make_inputs(filling, self.generator))
-        size = runner.static_inputs.check(inputs)
-        if size != filling:
-            raise ValueError(f"make_inputs({filling}, generator) returned inputs of batch size {size}")
-        where = f"bucket {self.bucket}, {filling} live"
-        seed = self._draw(0, 2**31)
-
-        self._set_state(seed, inputs)
-        before = {name: tensor.clone() for name, tensor in runner.state.items()}
+        before = self._begin(inputs)
         wanted = self._eager(inputs, filling, where)
-        changed = {name: changed_bits(runner.state[name], old) for name, old in before.items()}
-        wanted_state = {name: tensor.clone() for name, tensor in runner.state.items()}
+        wanted_state = _clones(runner.state)
 
-        self._set_state(seed, inputs)
-        self._fill(inputs, filling)
+        self._restart(before, inputs, filling)
         padded = self._eager(runner.static_inputs.views(self.bucket), filling, where)
         self._compare(padded, wanted, f"{where}: eager with pad rows differs from eager without")
 
-        self._set_state(seed, inputs)
-        self._fill(inputs, filling)
+        self._restart(before, inputs, filling)
         first = self._replay(filling, where)
         self.bitwise &= all(same_bits(a, b) for a, b in zip(first, padded, strict=True))
         self._compare(first, padded, f"{where}: replay differs from eager at the same shape")
@@ -188,30 +195,46 @@ class _Trials:
             self.max_error,
             self._compare(first, wanted, f"{where}: replay differs from eager on the live rows"),
         )
-        for name, old in before.items():
-            self._compare_state(name, old, wanted_state[name], changed[name], where)
-            wanted_state[name].copy_(runner.state[name])
+        self._compare_state(before, wanted_state, f"{where}: state", "eager on the live rows")
+        _copy_(wanted_state, runner.state)
 
-        self._check_pads(seed, inputs, filling, where)
+        self._check_pads(before, inputs, filling, where)
         self._replay_another_bucket()
-        self._set_state(seed, inputs)
-        self._fill(inputs, filling)
+        self._restart(before, inputs, filling)
         again = self._replay(filling, where)
         for slab, a, b in zip(self.outputs.slabs, again, first, strict=True):
             if not same_bits(a, b):
                 row = _first_row(a, b, slab.batch_dim.dim if slab.batch_dim else None)
                 self.failures.append(f"{where}: a second replay of the same inputs differs: {slab.name} row {row}")
-        for name, tensor in runner.state.items():
-            if not same_bits(tensor, wanted_state[name]):
-                self.failures.append(f"{where}: a second replay of the same inputs leaves another state {name!r}")
-        self.failures += [f"{where}: {name} is no longer at its captured address" for name in runner.moved()]
+        for name in differing(runner.state, wanted_state):
+            self.failures.append(f"{where}: a second replay of the same inputs leaves another state {name!r}")
 
-    def _set_state(self, seed: int, inputs: Mapping[str, Tensor]) -> None:
-        """The state that every run of a trial starts from."""
-        generator = torch.Generator(self.runner.device).manual_seed(seed)
+    def _trial_again(self, inputs: Mapping[str, Tensor], filling: int, where: str) -> None:
+        before = self._begin(inputs)
+        self._fill(inputs, filling)
+        wanted = self._eager(self.runner.static_inputs.views(self.bucket), filling, where)
+        wanted_state = _clones(self.runner.state)
+        self._restart(before, inputs, filling)
+        got = self._replay(filling, where)
+        self.bitwise &= all(same_bits(a, b) for a, b in zip(got, wanted, strict=True))
+        error = self._compare(got, wanted, f"{where}: replay differs from eager at the same shape")
+        self.max_error = max(self.max_error, error)
+        self._compare_state(before, wanted_state, f"{where}: state", "eager at the same shape")
+
+    def _begin(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Make the state that every run of a trial starts from; returns copies of it."""
         for name, tensor in self.runner.state.items():
-            if not _randomize_(tensor, generator):
+            if not _randomize_(tensor, self.generator):
                 tensor.copy_(self.saved[name])
+        self._poison(inputs)
+        return _clones(self.runner.state)
+
+    def _restart(self, before: Mapping[str, Tensor], inputs: Mapping[str, Tensor], filling: int) -> None:
+        _copy_(self.runner.state, before)
+        self._poison(inputs)  # what the hook overwrites besides the state
+        self._fill(inputs, filling)
+
+    def _poison(self, inputs: Mapping[str, Tensor]) -> None:
         if self.poison_state is not None:
             self.poison_state(inputs)
 
@@ -226,7 +249,7 @@ class _Trials:
 
     def _eager(self, inputs: Mapping[str, Tensor], filling: int, where: str) -> list[Tensor]:
         """The live rows of what the step itself returns, run on copies of ``inputs``."""
-        copies = {name: value.clone() for name, value in inputs.items()}
+        copies = _clones(inputs)
         output: Any = self.runner.step(**copies)
         leaves = [leaf.clone() for leaf in self.outputs.leaves_of(output, filling)]
         self._check_inputs(copies, inputs, f"{where}, eager")
@@ -234,16 +257,17 @@ class _Trials:
 
     def _replay(self, filling: int, where: str) -> list[Tensor]:
         views = self.runner.static_inputs.views(self.bucket)
-        copies = {name: view.clone() for name, view in views.items()}
+        copies = _clones(views)
         self.runner.replay(self.bucket)
         self._check_inputs(views, copies, f"{where}, replay")
         return [leaf.clone() for leaf in self.outputs.live(self.bucket, filling)]
 
-    def _check_pads(self, seed: int, inputs: Mapping[str, Tensor], filling: int, where: str) -> None:
+    def _check_pads(self, before: Mapping[str, Tensor], inputs: Mapping[str, Tensor], filling: int, where: str) -> None:
         """No NaN in pad rows made of pad values alone: what mixes rows after the step would spread it."""
         if filling == self.bucket:
             return
-        self._set_state(seed, inputs)
+        _copy_(self.runner.state, before)
+        self._poison(inputs)
         self.outputs.poison()
         self.runner.static_inputs.fill(inputs, filling, self.bucket)
         self.runner.replay(self.bucket)
@@ -263,9 +287,8 @@ class _Trials:
             runner.replay(others[-1])
 
     def _check_inputs(self, after: Mapping[str, Tensor], before: Mapping[str, Tensor], where: str) -> None:
-        for name, value in after.items():
-            if not same_bits(value, before[name]):
-                self.failures.append(f"{where}: the step wrote to its input {name!r}")
+        for name in differing(after, before):
+            self.failures.append(f"{where}: the step wrote to its input {name!r}")
 
     def _compare(self, actual: list[Tensor], expected: list[Tensor], message: str) -> float:
         worst = 0.0
@@ -276,29 +299,48 @@ class _Trials:
                 self.failures.append(f"{message}: {slab.name} row {found.row}: {found.reason}")
         return worst
 
-    def _compare_state(self, name: str, before: Tensor, wanted: Tensor, wanted_changes: Tensor, where: str) -> None:
-        tensor = self.runner.state[name]
-        changes = changed_bits(tensor, before)
-        # One may hit the old value by chance, common in 16 bits and fewer, and the other miss it by its rounding.
-        by_chance = within_rounding(tensor, wanted, changes | wanted_changes)
-        differing = ((changes != wanted_changes) & ~by_chance).nonzero()
-        if len(differing):
-            first = int(differing[0])
-            by = "the replay only" if changes[first] else "eager only"
-            self.failures.append(
-                f"{where}: state {name!r} differs in {len(differing)} elements from what eager on the live "
-                f"rows leaves; the first, {_unravel(first, tensor.shape)}, was changed by {by}"
-            )
-            return
-        written = wanted_changes.nonzero()[:, 0]
-        values, expected = (t.contiguous().view(-1)[written] for t in (tensor, wanted))
-        found = distance(values, expected, None)
-        if not found.ok:
-            self.failures.append(f"{where}: state {name!r} was written with other values: {found.reason}")
+    def _compare_state(
+        self, before: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str, eager: str
+    ) -> None:
+        state = self.runner.state
+        for name in differing(state, wanted):  # most often none: the rest waits for the device, tensor by tensor
+            reason = _state_difference(before[name], state[name], wanted[name])
+            if reason:
+                self.failures.append(f"{where} {name!r} {reason.format(eager=eager)}")
 
     def _draw(self, low: int, high: int) -> int:
         device = self.generator.device
         return int(torch.randint(low, high, (1,), generator=self.generator, device=device))
+
+
+def _state_difference(before: Tensor, tensor: Tensor, wanted: Tensor) -> str:
+    """What a replay left wrong in one tensor of the state, or ""; ``{eager}`` stands for what it is compared with."""
+    changes, wanted_changes = changed_bits(tensor, before), changed_bits(wanted, before)
+    # One may hit the old value by chance, common in 16 bits and fewer, and the other miss it by its rounding.
+    by_chance = within_rounding(tensor, wanted, changes | wanted_changes)
+    wrong = ((changes != wanted_changes) & ~by_chance).nonzero()
+    if len(wrong):
+        first = int(wrong[0])
+        by = "the replay only" if changes[first] else "eager only"
+        return (
+            f"differs in {len(wrong)} elements from what {{eager}} leaves; the first, {_unravel(first, tensor.shape)}, "
+            f"was changed by {by}"
+        )
+    written = wanted_changes.nonzero()[:, 0]
+    values, expected = (t.contiguous().view(-1)[written] for t in (tensor, wanted))
+    found = distance(values, expected, None)
+    return "" if found.ok else f"was written with other values: {found.reason}"
+
+
+def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _copy_(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
+    """As integers: a copy of narrow floats passes through fp32 on a GPU, and gives every NaN the same bits."""
+    if targets:
+        pairs = [(as_integers(tensor), as_integers(sources[name])) for name, tensor in targets.items()]
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _randomize_(tensor: Tensor, generator: torch.Generator) -> bool:

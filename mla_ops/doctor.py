@@ -6,8 +6,10 @@ Looks at files and at torch only. It imports no kernel package and starts nothin
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -50,12 +52,26 @@ class Diagnosis:
 
 def diagnose() -> Diagnosis:
     """Look at this machine."""
-    return Diagnosis((_torch(), _device(), _triton(), *aiter_diagnosis.findings()))
+    return Diagnosis((_torch(), _bytecode(), _device(), _triton(), *aiter_diagnosis.findings()))
 
 
 def _torch() -> Finding:
     runtime = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda or 'none'}"
     return Finding("torch", "ok", f"{torch.__version__} ({runtime}), Python {platform.python_version()}")
+
+
+def _bytecode() -> Finding:
+    """Images are often made without: the import of torch then takes some seconds longer, in every process."""
+    assert torch.__spec__ is not None
+    if os.path.exists(torch.__spec__.cached or ""):
+        return Finding("bytecode", "ok", "torch's modules are compiled")
+    folder = Path(torch.__file__).parents[1]
+    return Finding(
+        "bytecode",
+        "warning",
+        "torch's modules are not compiled: each process does it again, for seconds",
+        f"python -m compileall -q {folder} when the image is made (pip install without --no-compile)",
+    )
 
 
 def _device() -> Finding:

@@ -1,7 +1,8 @@
 """Test helpers for the ops: inputs that punish a careless kernel, one tolerance, and a check of plan values.
 
-Letters as in :mod:`mla_ops.functional`. The factories draw on the CPU from ``generator`` (torch's default one where
-``None``) and move the result to ``device``, so that one seed gives the same inputs everywhere.
+Letters as in :mod:`mla_ops.functional`. The factories draw from ``generator``, on its device (torch's default one of
+the CPU where ``None``), and move the result to ``device``: one seed of a CPU generator gives the same inputs
+everywhere, and a generator of a GPU makes large inputs fast.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def make_decode_inputs(
         poison: NaN in every slot, page and query row that no request owns, and 2^31 - 1 in every unused entry of
             ``kv_indices``; else 0.
         device: of the result.
-        generator: of the numbers, on the CPU.
+        generator: of the numbers.
 
     Raises:
         ValueError: ``query_lens`` has not one number per request.
@@ -170,13 +171,14 @@ def make_decode_inputs(
     counts = [-(-length // page_size) for length in kv_lens]
     owned, num_pages = _page_ids(kv_lens, page_size, pages, generator)
     latent_dim = kv_lora_rank + qk_rope_head_dim
-    cache = torch.full((num_pages * page_size, latent_dim), math.nan if poison else 0.0, dtype=torch.float64)
+    drawn: dict[str, Any] = {"dtype": torch.float64, "device": _device_of(generator)}
+    cache = torch.full((num_pages * page_size, latent_dim), math.nan if poison else 0.0, **drawn)
     for length, ids in zip(kv_lens, owned, strict=True):
         slots = (torch.tensor(ids, dtype=torch.int64)[:, None] * page_size + torch.arange(page_size)).flatten()[:length]
-        cache[slots] = torch.randn(length, latent_dim, dtype=torch.float64, generator=generator)
+        cache[slots.to(cache.device)] = torch.randn(length, latent_dim, generator=generator, **drawn)
     tokens = sum(query_lens)
-    q = torch.full((tokens + _SPARE, num_heads, latent_dim), math.nan if poison else 0.0, dtype=torch.float64)
-    q[:tokens] = torch.randn(tokens, num_heads, latent_dim, dtype=torch.float64, generator=generator)
+    q = torch.full((tokens + _SPARE, num_heads, latent_dim), math.nan if poison else 0.0, **drawn)
+    q[:tokens] = torch.randn(tokens, num_heads, latent_dim, generator=generator, **drawn)
     q, q_scale = _quantised(q, dtype)
     cache, kv_scale = _quantised(cache, kv_dtype)
     tail = [_UNUSED_INDEX if poison else 0] * _SPARE
@@ -210,7 +212,8 @@ def _page_ids(
         for page, (_, request) in enumerate(turns):
             owned[request].append(page)
         return owned, total
-    ids = list(range(total)) if order == "sequential" else torch.randperm(total, generator=generator).tolist()
+    shuffled = torch.randperm(total, generator=generator, device=_device_of(generator))
+    ids = list(range(total)) if order == "sequential" else shuffled.tolist()
     starts = _indptr(counts).tolist()
     owned = [ids[starts[b] : starts[b + 1]] for b in range(len(counts))]
     if order == "shared":
@@ -223,8 +226,14 @@ def _page_ids(
 def _quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     if dtype.itemsize > 1:
         return x.to(dtype), None
-    scale = torch.tensor([0.037], dtype=torch.float32)  # far from 1 and from a power of 2: leaving it out must show
+    scale = torch.tensor(
+        [0.037], dtype=torch.float32, device=x.device
+    )  # far from 1 and from a power of 2: leaving it out must show
     return (x / scale.double()).to(dtype), scale
+
+
+def _device_of(generator: torch.Generator | None) -> torch.device:
+    return torch.device("cpu") if generator is None else generator.device
 
 
 def _indptr(lengths: Sequence[int]) -> Tensor:
@@ -267,7 +276,7 @@ def make_prefill_inputs(
         dtype: of q, k and v.
         poison: NaN in the spare rows; else 0.
         device: of the result.
-        generator: of the numbers, on the CPU.
+        generator: of the numbers.
 
     Raises:
         ValueError: ``key_lens`` has not one number per request.
@@ -277,8 +286,9 @@ def make_prefill_inputs(
         raise ValueError(f"key_lens must have one number per request ({len(query_lens)}), got {len(key_lens)}")
 
     def rows(tokens: int, width: int) -> Tensor:
-        x = torch.full((tokens + _SPARE, num_heads, width), math.nan if poison else 0.0, dtype=torch.float64)
-        x[:tokens] = torch.randn(tokens, num_heads, width, dtype=torch.float64, generator=generator)
+        drawn: dict[str, Any] = {"dtype": torch.float64, "device": _device_of(generator)}
+        x = torch.full((tokens + _SPARE, num_heads, width), math.nan if poison else 0.0, **drawn)
+        x[:tokens] = torch.randn(tokens, num_heads, width, generator=generator, **drawn)
         return x.to(device, dtype)
 
     return PrefillInputs(

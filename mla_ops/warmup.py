@@ -27,6 +27,7 @@ from capture import (
     VerifyUnit,
     WarmupSpec,
 )
+from capture.kernels import read_triton_key
 from mla_ops.backends.select import Choice, select
 from mla_ops.config import PRESETS, MLAConfig
 from mla_ops.integrations.aiter_units import aiter_fields, aiter_units
@@ -274,6 +275,7 @@ def _kernel_units(
     from mla_ops.backends.triton import variants
     from mla_ops.backends.triton.launch import arch_of_device
 
+    read_triton_key()
     arch = options.target or arch_of_device(torch.device(options.device))
     launches = variants(
         config,
@@ -284,10 +286,11 @@ def _kernel_units(
         arch=arch,
     )
     for launch in launches:
-        yield KernelBuildUnit(key=launch.key, compile=launch.compile, target=options.target)
+        cost = 2.0 if launch.name.startswith(("decode", "prefill")) else 0.3
+        yield KernelBuildUnit(key=launch.key, compile=launch.compile, target=options.target, cost=cost)
         if arch.startswith("gfx") and "kv_cache" in launch.args:
             key = f"{launch.key}, cache above 2 GiB"
-            yield KernelBuildUnit(key=key, compile=_with_large_cache(launch).compile, target=options.target)
+            yield KernelBuildUnit(key=key, compile=_with_large_cache(launch).compile, target=options.target, cost=cost)
 
 
 def _with_large_cache(launch: Launch) -> Launch:

@@ -28,6 +28,7 @@ CONFIG = MLAConfig(
 SIZES = (1, 2, 4, 8, 16, 32)
 QUERY_LENS = (1, 2, 4)
 REPLAYS = 1000
+_SILENCE = 20.0  # seconds between two lines of the soak, with -s
 _MIB = 2**20
 
 
@@ -105,14 +106,31 @@ def test_soak_at_changing_batch_sizes_grows_nothing_and_compiles_nothing(
             runner(**random.choice(inputs))
         torch.cuda.synchronize()
 
+    def memory() -> dict[str, int]:
+        return {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "resident": resident_bytes(),
+        }
+
     serve(2000)  # every size has been seen
-    allocated, reserved, resident = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), resident_bytes()
-    end, served = time.monotonic() + 60 * request.config.getoption("--soak-minutes"), 0
+    before, begun, served, spoken = memory(), time.monotonic(), 0, time.monotonic()
+    name, minutes = request.node.name, request.config.getoption("--soak-minutes")
+
+    def say(what: str) -> dict[str, int]:
+        growth = {kind: now - before[kind] for kind, now in memory().items()}
+        print(f"{name}: {what} {served} replays in {time.monotonic() - begun:.0f} s, bytes grown: {growth}", flush=True)
+        return growth
+
     with no_compile():
-        while time.monotonic() < end:
+        while time.monotonic() < begun + 60 * minutes:
             serve(500)
             served += 500
+            if time.monotonic() - spoken > _SILENCE:
+                say("so far")
+                spoken = time.monotonic()
+    growth = say("done, no compilation:")
     assert served
-    assert torch.cuda.memory_allocated() <= allocated
-    assert torch.cuda.memory_reserved() <= reserved
-    assert resident_bytes() <= resident + 16 * _MIB
+    assert growth["allocated"] <= 0
+    assert growth["reserved"] <= 0
+    assert growth["resident"] <= 16 * _MIB

@@ -41,6 +41,31 @@ def test_broken_step_is_found(kind: Any, device: str) -> None:
     assert runner.captured == ()
 
 
+FROZEN = [kind for kind, found in BROKEN.items() if found == "replay differs from eager at the same shape"]
+
+
+@pytest.mark.parametrize("kind", FROZEN, ids=lambda kind: kind.__name__)
+def test_what_a_capture_froze_is_found_by_the_short_proof_too(kind: Any) -> None:
+    step = kind()
+    runner = runner_of(
+        step, make_inputs=getattr(step, "inputs", make_inputs), poison_state=getattr(step, "poison", None)
+    )
+    runner.capture(verify=False)
+    assert any(BROKEN[kind] in line for line in verify(runner, trials=1, again=True).failures)
+
+
+def test_the_short_proof_runs_the_step_once_for_each_trial_and_passes_the_correct_one() -> None:
+    step = ToyStep()
+    sizes: list[int] = []
+    runner = runner_of(lambda x, slots: (sizes.append(len(x)), step(x, slots))[1], state={"cache": step.cache})
+    runner.capture(verify=False)
+    del sizes[:]
+    report = verify(runner, trials=2, again=True)
+    assert report.failures == ()
+    assert all(bucket.bitwise and len(bucket.fillings) == 2 for bucket in report.buckets)
+    assert sizes == [size for size in runner.captured for _ in range(2)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("batch_sizes", [(1,), (8,), (1, 2, 3), (1, 4, 8)], ids=str)
 def test_correct_step_passes_bitwise(dtype: torch.dtype, batch_sizes: tuple[int, ...]) -> None:
@@ -76,11 +101,14 @@ def test_correct_step_with_an_fp8_cache_and_a_counter_passes() -> None:
     assert (counts == 3).all()
 
 
-def test_state_is_restored_bit_by_bit() -> None:
-    step = ToyStep()
-    step.cache.normal_()[0, 0] = torch.nan
-    before = step.cache.clone()
-    runner_of(step).capture()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_is_restored_bit_by_bit(device: str, dtype: torch.dtype) -> None:
+    with torch.device(device):
+        step = ToyStep(dtype=dtype)
+        step.cache.normal_()[0, 0] = torch.nan
+        before = step.cache.clone()
+        runner_of(step).capture()
     assert same_bits(step.cache, before)
 
 

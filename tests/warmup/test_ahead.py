@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from triton.runtime import cache as triton_cache
 
-from capture import BuildOptions, Fingerprint, WarmupManager, WarmupSpec
+from capture import BuildOptions, Fingerprint, WarmupManager, WarmupReport, WarmupSpec
 from mla_ops import MLAConfig
 from mla_ops import warmup as mla_warmup
 from mla_ops.warmup import spec
@@ -32,21 +32,24 @@ def ahead(target: str, **options: object) -> WarmupSpec:
     return spec(CONFIG, BuildOptions(layers=1, page_size=16, target=target, **options))  # type: ignore[arg-type]
 
 
-def compilations(cache: Path, made: WarmupSpec) -> int:
+def run(cache: Path, made: WarmupSpec) -> WarmupReport:
     manager = WarmupManager(cache)
     report = manager.run(manager.plan(made), progress=False)
     assert report.ok, report.units
-    return report.compiled
+    return report
 
 
-def test_every_kernel_of_a_model_is_built_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_of_a_model_is_built_once_and_by_a_worker(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns that its default will change
+    monkeypatch.setattr("capture.workers.usable_cores", lambda: 2)
     made = ahead("gfx942")
     names = {unit.key.split()[0] for unit in made.units}
     assert names >= {"decode_kernel", "merge_kernel", "write_kernel", "gather_kernel", "prefill_kernel"}
-    assert compilations(cache, made) == len(made.units)
+    cold = run(cache, made)
+    assert cold.compiled == len(made.units)
+    assert all(unit.worker is not None for unit in cold.units)
     monkeypatch.setattr(triton_cache, "triton_key", lambda: "another libtriton")
-    assert compilations(cache, made) == 0
+    assert run(cache, made).compiled == 0
 
 
 def test_a_cache_above_2_gib_is_another_kernel_on_rocm_alone() -> None:
@@ -61,6 +64,17 @@ def test_both_machines_agree_on_the_fields(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(mla_warmup, "_kernel_units", lambda *arguments: ())
     there = spec(CONFIG, BuildOptions(layers=1, page_size=16, device="cuda", backend="triton"))
     assert ahead("sm_90").fields == there.fields
+
+
+def test_every_device_of_a_kind_has_the_same_fields_and_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mla_ops.backends.triton.launch.arch_of_device", lambda device: "sm_90")
+    first, second = (
+        spec(CONFIG, BuildOptions(layers=1, page_size=16, device=device, backend="triton"))
+        for device in ("cuda:0", "cuda:1")
+    )
+    assert first.fields == second.fields
+    assert [unit.key for unit in first.units] == [unit.key for unit in second.units]
+    assert any(unit.kind == "kernel" for unit in first.units)
 
 
 def test_a_backend_without_kernels_to_build_is_refused() -> None:

@@ -58,6 +58,19 @@ def test_a_kernel_built_ahead_is_launched_without_compiling(
     assert torch.equal(x, expected)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA or HIP devices")
+def test_a_cache_made_on_one_device_serves_another(cache: Path) -> None:
+    def options(device: str) -> BuildOptions:
+        sizes = {"layers": 2, "page_size": 16, "max_seq_len": 128, "batch_sizes": (1, 4), "backend": "triton"}
+        return BuildOptions(device=device, compile=False, **sizes)  # type: ignore[arg-type]
+
+    assert run(cache, spec(CONFIG, options("cuda:0"))).compiled > 0
+    report = run(cache, spec(CONFIG, options("cuda:1")))
+    assert report.compiled == 0
+    assert {unit.state for unit in report.units} == {"hit"}
+    assert all(bucket.verified for bucket in report.buckets)
+
+
 def test_a_model_built_ahead_is_captured_and_proved_without_compiling(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

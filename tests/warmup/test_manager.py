@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -192,7 +193,10 @@ def verdict(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
             raise errors[0]
 
     module = ModuleType("capture.verify")
-    module.verify = lambda runner, trials: SimpleNamespace(raise_if_failed=raise_if_failed)  # type: ignore[attr-defined]
+    module.verify = lambda runner, trials, again: SimpleNamespace(  # type: ignore[attr-defined]
+        raise_if_failed=raise_if_failed,
+        buckets=[SimpleNamespace(batch_size=size, fillings=(1,) * trials) for size in runner.captured],
+    )
     monkeypatch.setitem(sys.modules, "capture.verify", module)
     return errors
 
@@ -206,8 +210,21 @@ def test_graphs_are_captured_in_every_process_and_reported_by_bucket(cache: Path
     cold, warm = run_graphs(cache), run_graphs(cache)
     assert states(cold) == {"graphs": "built", "proof": "built"}
     assert states(warm) == {"graphs": "hit", "proof": "hit"}
-    rows = (BucketRow(1, 0.1, 100, True, "graphs"), BucketRow(4, 0.4, 400, True, "graphs"))
-    assert cold.buckets == warm.buckets == rows
+    for report, trials in ((cold, 3), (warm, 1)):
+        rows = (BucketRow(1, 0.1, 100, True, "graphs", trials), BucketRow(4, 0.4, 400, True, "graphs", trials))
+        assert report.buckets == rows
+
+
+def test_a_cache_made_on_one_device_serves_another_of_its_kind(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = SimpleNamespace(name="some chip", gcnArchName="gfx942", major=9, minor=0, multi_processor_count=304)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: chip)
+    monkeypatch.setattr("capture.run.on_device", lambda device: nullcontext())
+    manager = WarmupManager(cache)
+    reports = [
+        manager.run(manager.plan(replace(toy_spec(*kernels()), device=device)), progress=False)
+        for device in ("cuda:0", "cuda:1", "cuda:7")
+    ]
+    assert [set(states(report).values()) for report in reports] == [{"built"}, {"hit"}, {"hit"}]
 
 
 def test_a_graph_that_is_wrong_fails_its_verification_only(cache: Path, verdict: list[Exception]) -> None:

@@ -1,0 +1,82 @@
+"""Which rows of benchmarks/first_run.py get a process, and what stands in place of the others."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.first_run import SIZES, _Bench, _Cell
+
+SMALL, DEEP, WIDE = _Cell(4, SIZES[8]), _Cell(61, SIZES[8]), _Cell(4, SIZES[35])
+
+
+class Bench(_Bench):
+    """Starts nothing: each row is what ``answers`` has for its way, or the way itself."""
+
+    def __init__(self, folder: Path, budget: float = 100.0, **answers: Any) -> None:
+        self.answers, self.ran = answers, [""]
+        super().__init__(Namespace(budget=budget, row_timeout=20.0), folder)
+
+    def _child(self, cell: _Cell, way: str, cache: Path, limit: float) -> dict[str, Any]:
+        self.ran.append(way)
+        answer = self.answers.get(way.replace(" ", "_"), {"seconds": 1.0})
+        if answer == "slow":
+            raise subprocess.TimeoutExpired(way, limit)
+        assert isinstance(answer, dict)
+        return answer
+
+
+def test_a_row_that_takes_too_long_says_how_long_it_was_given(tmp_path: Path) -> None:
+    assert Bench(tmp_path, ours_cold="slow").row(SMALL, "ours cold")["word"] == "more than 20 s"
+
+
+@pytest.mark.parametrize("larger", [DEEP, WIDE, _Cell(61, SIZES[35])], ids=["layers", "sizes", "both"])
+def test_what_took_too_long_is_not_tried_with_more_work(larger: _Cell, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, Hugging_Face_cold="slow")
+    bench.row(SMALL, "Hugging Face cold")
+    started = len(bench.ran)
+    assert bench.row(larger, "Hugging Face cold")["word"] == "more than 20 s, as with less work"
+    assert len(bench.ran) == started
+    assert bench.row(larger, "ours cold") == {"seconds": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("cold", "warm"),
+    [("ours cold", "ours warm"), ("torch.compile dynamic cold", "mega-cache warm")],
+    ids=["same way", "what it loads"],
+)
+def test_without_its_cold_start_there_is_no_warm_one(cold: str, warm: str, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, **{cold.replace(" ", "_"): {"seconds": None, "word": "skipped: not installed"}})
+    bench.row(SMALL, cold)
+    assert bench.row(SMALL, warm)["word"] == "skipped: not installed"
+    assert bench.ran[-1] == cold
+    assert bench.row(DEEP, warm) == {"seconds": 1.0}
+
+
+def test_when_the_budget_is_used_up_no_row_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 95.0)
+    assert bench.row(SMALL, "ours cold")["word"] == "not run: --budget is used up"
+
+
+def test_cold_and_warm_share_a_cache_and_cells_do_not(tmp_path: Path) -> None:
+    caches = []
+
+    class Noting(Bench):
+        def _child(self, cell: _Cell, way: str, cache: Path, limit: float) -> dict[str, Any]:
+            caches.append(cache)
+            return {"seconds": 1.0}
+
+    bench = Noting(tmp_path)
+    for cell in (SMALL, DEEP):
+        for way in ("ours cold", "ours warm"):
+            bench.row(cell, way)
+    _, cold, warm, deep, _ = caches
+    assert cold == warm != deep
+    assert " " not in str(cold.relative_to(tmp_path))

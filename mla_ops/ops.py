@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,6 +62,10 @@ _LIBRARY = torch.library.Library("mla_ops", "DEF")  # type: ignore[no-untyped-ca
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _BACKEND_MODULES = {name: f"mla_ops.backends.{name}" for name in ("aiter", "flash_mla", "reference", "triton")}
 _KERNELS: dict[tuple[str, str], Callable[..., Any]] = {}
+_HIP = torch.version.hip is not None
+_READY: dict[tuple[Any, ...], Any] = {}
+_MOST_SIGNATURES = 4096
+_T = TypeVar("_T")
 
 
 def backend_kernel(op: str, backend: str) -> Callable[..., Any]:
@@ -77,6 +82,32 @@ def backend_kernel(op: str, backend: str) -> Callable[..., Any]:
         assert callable(kernel)
         _KERNELS[op, backend] = kernel
     return kernel
+
+
+def _signature(tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
+    """What checks of these tensors may look at, and what code for them may be made for."""
+    if _HIP:  # where code also depends on whether a tensor is above 2 GiB
+        return tuple([None if x is None else (*_layout(x), x.untyped_storage().nbytes() >> 31) for x in tensors])
+    return tuple([None if x is None else _layout(x) for x in tensors])
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
+
+
+def _bound(op: str, backend: str) -> Callable[..., Any]:
+    """The kernel for calls of one signature: one that learns from the first of them, if the backend has it."""
+    backend_kernel(op, backend)
+    module = sys.modules.get(_BACKEND_MODULES.get(backend, ""))
+    bind = getattr(module, "BOUND", {}).get(op)
+    return (lambda *args: backend_kernel(op, backend)(*args)) if bind is None else bind()
+
+
+def _remember(key: tuple[Any, ...], ready: _T) -> _T:
+    if len(_READY) >= _MOST_SIGNATURES:
+        _READY.clear()
+    _READY[key] = ready
+    return ready
 
 
 # --- mla_decode -------------------------------------------------------------------------------------------------
@@ -98,27 +129,51 @@ def _mla_decode(
     backend: str = "reference",
     kv_lora_rank: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    validation.check_mla_decode(
-        q,
-        kv_cache,
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        kv_last_page_lens,
-        max_seqlen_q,
-        num_kv_splits,
-        q_scale,
-        kv_scale,
-    )
-    rank = infer_kv_lora_rank(q.shape[2], kv_lora_rank)
-    kernel = backend_kernel("mla_decode", backend)
-    if not (q.numel() and kv_cache.numel() and kv_indices.numel() and kv_last_page_lens.numel()):
-        return _no_keys(q, rank)
+    rank, kernel = _ready_decode(
+        q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, backend_state, max_seqlen_q, num_kv_splits,
+        softmax_scale, q_scale, kv_scale, backend, kv_lora_rank,
+    )  # fmt: skip
     result: tuple[Tensor, Tensor] = kernel(
         q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, backend_state, max_seqlen_q, num_kv_splits,
         softmax_scale, q_scale, kv_scale, rank,
     )  # fmt: skip
     return result
+
+
+def _ready_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_lens: Tensor,
+    backend_state: Sequence[Tensor],
+    max_seqlen_q: int,
+    num_kv_splits: int,
+    softmax_scale: float,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    backend: str = "reference",
+    kv_lora_rank: int | None = None,
+) -> tuple[int, Callable[..., Any]]:
+    """kv_lora_rank and the kernel for a call, whose arguments have been checked."""
+    tensors = (q, kv_cache, qo_indptr, kv_indptr, kv_last_page_lens, q_scale, kv_scale)
+    key = (
+        *("mla_decode", backend, max_seqlen_q, num_kv_splits, softmax_scale, kv_lora_rank, *_signature(tensors)),
+        # Its length is new at each step and is not looked at
+        *(kv_indices.dim(), kv_indices.numel() > 0, kv_indices.is_contiguous(), kv_indices.dtype, kv_indices.device),
+        kv_indices.data_ptr() & 15,
+    )
+    ready: tuple[int, Callable[..., Any]] | None = _READY.get(key)
+    if ready is not None:
+        return ready
+    lists = (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
+    validation.check_mla_decode(q, kv_cache, *lists, max_seqlen_q, num_kv_splits, q_scale, kv_scale)
+    rank = infer_kv_lora_rank(q.shape[2], kv_lora_rank)
+    kernel = _bound("mla_decode", backend)
+    if not (q.numel() and kv_cache.numel() and kv_indices.numel() and kv_last_page_lens.numel()):
+        return _remember(key, (rank, lambda q, *_: _no_keys(q, rank)))
+    return _remember(key, (rank, kernel))
 
 
 def _no_keys(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -160,11 +215,9 @@ def _mla_decode_fake(
 
 
 def _mla_decode_out(*args: Any, out: Tensor, lse: Tensor, **kwargs: Any) -> None:
-    q, rank = args[0], args[13] if len(args) > 13 else kwargs.get("kv_lora_rank")
-    # The buffers are checked against q, so q first; with both before the launch
-    validation.check_mla_decode(*args[:6], *args[7:9], *(*args[10:12], None, None)[:2])
-    validation.check_mla_decode_out(q, out, lse, infer_kv_lora_rank(q.shape[2], rank))
-    result = _mla_decode(*args, **kwargs)  # whole before out is written, which may be q: see _apart
+    rank, kernel = _ready_decode(*args, **kwargs)
+    validation.check_mla_decode_out(args[0], out, lse, rank)
+    result = kernel(*args[:10], *(*args[10:12], None, None)[:2], rank)  # whole before out is written: see _apart
     out.copy_(result[0])
     lse.copy_(result[1])
 
@@ -189,8 +242,12 @@ def _mla_prefill(
     causal: bool,
     backend: str = "reference",
 ) -> tuple[Tensor, Tensor]:
-    validation.check_mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    kernel = backend_kernel("mla_prefill", backend)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    key = ("mla_prefill", backend, max_seqlen_q, max_seqlen_k, *_signature(tensors))
+    kernel = _READY.get(key)
+    if kernel is None:
+        validation.check_mla_prefill(*tensors, max_seqlen_q, max_seqlen_k)
+        kernel = _remember(key, _bound("mla_prefill", backend))
     if not (q.numel() and v.numel() and cu_seqlens_q.shape[0] > 1 and max_seqlen_q and max_seqlen_k):
         return _no_keys(q, v.shape[2])
     result: tuple[Tensor, Tensor] = kernel(
@@ -227,8 +284,12 @@ def _write_latent_cache(
     kv_scale: Tensor | None = None,
     backend: str = "reference",
 ) -> None:
-    validation.check_write_latent_cache(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
-    kernel = backend_kernel("write_latent_cache", backend)
+    tensors = (kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
+    key = ("write_latent_cache", backend, *_signature(tensors))
+    kernel = _READY.get(key)
+    if kernel is None:
+        validation.check_write_latent_cache(*tensors)
+        kernel = _remember(key, _bound("write_latent_cache", backend))
     if slot_mapping.numel() and kv_cache.numel():
         kernel(_apart(kv_c, kv_cache), _apart(k_pe, kv_cache), kv_cache, slot_mapping, kv_scale)
 
@@ -373,7 +434,7 @@ def _register() -> None:
         entry, fake = _ENTRIES[name]
         _LIBRARY.impl(name, entry, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"mla_ops::{name}", fake, lib=_LIBRARY)
-    transforms.register(_LIBRARY)
+    transforms.register(_LIBRARY, {name: entry for name, (entry, _) in _ENTRIES.items()})
 
 
 def _tag_compile_caches() -> None:

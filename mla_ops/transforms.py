@@ -10,11 +10,14 @@ vmap: a batch of calls becomes one call with more tokens and more requests. A ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
 
 from mla_ops.backends import reference
 from mla_ops.errors import InferenceOnlyError
@@ -112,18 +115,51 @@ def _merge_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) 
     return tuple(_recompute(ctx, (grad_out, grad_lse), (0, 1, 2, 3), reference.merge_attn_states))
 
 
-def _inference_only(op: torch._ops.OpOverload, remedy: str) -> Callable[..., Any]:
+def _plain_keys() -> int:
+    """Dispatch keys of a call on ordinary tensors of a CPU or GPU with no mode, transform or wrapper about it."""
+    keys = ("CPU", "CUDA", "BackendSelect", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA")
+    return functools.reduce(
+        operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)).raw_repr() for key in keys)
+    )
+
+
+_NOT_PLAIN = ~_plain_keys()
+
+
+def _needs_grad(*args: Any, **kwargs: Any) -> bool:
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)
+
+
+def _differentiable(
+    op: torch._ops.OpOverload, entry: Callable[..., Any], backward: Callable[..., Any], setup: Callable[..., Any]
+) -> Callable[..., Any]:
+    """An Autograd kernel: what ``torch.library.register_autograd`` makes, where there is anything for it to do.
+
+    It costs 8 us also where no input requires a gradient: half of that for the second pass through the dispatcher, to
+    the entry, which is called at once where nothing would stop the call on its way there.
+    """
+    full = make_autograd_impl(op, Info(backward, setup))
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if keyset.raw_repr() & _NOT_PLAIN or _needs_grad(*args):
+            return full(keyset, *args)
+        return entry(*args)
+
+    return kernel
+
+
+def _inference_only(op: torch._ops.OpOverload, entry: Callable[..., Any], remedy: str) -> Callable[..., Any]:
     """An Autograd kernel that refuses inputs which require a gradient, and otherwise passes the call on."""
 
-    def entry(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            for x in (*args, *kwargs.values()):
-                if isinstance(x, Tensor) and x.requires_grad:
-                    raise InferenceOnlyError(f"{op} writes in place and has no gradient; {remedy}")
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if _needs_grad(*args, **kwargs):
+            raise InferenceOnlyError(f"{op} writes in place and has no gradient; {remedy}")
+        if keyset.raw_repr() & _NOT_PLAIN:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+        return entry(*args, **kwargs)
 
-    return entry
+    return kernel
 
 
 # --- vmap -------------------------------------------------------------------------------------------------------
@@ -297,21 +333,25 @@ def _refuse_out_vmap(*args: Any, **kwargs: Any) -> None:
     raise InferenceOnlyError("vmap of mla_decode.out is not defined; use mla_decode, which returns its results")
 
 
-def register(library: torch.library.Library) -> None:
-    """Register the rules for the ops that ``library`` has defined."""
+def register(library: torch.library.Library, entries: Mapping[str, Callable[..., Any]]) -> None:
+    """Register the rules for the ops that ``library`` has defined, whose kernels are ``entries``."""
+
+    def autograd(name: str, kernel: Callable[..., Any]) -> None:
+        library.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+
     for name, backward, setup in (
         ("mla_decode", _decode_backward, _decode_setup),
         ("mla_prefill", _prefill_backward, _prefill_setup),
         ("gather_latent_cache", _gather_backward, _gather_setup),
         ("merge_attn_states", _merge_backward, _merge_setup),
     ):
-        torch.library.register_autograd(f"mla_ops::{name}", backward, setup_context=setup, lib=library)
+        autograd(name, _differentiable(getattr(_ops, name).default, entries[name], backward, setup))
     remedy = "call it under torch.no_grad(), or detach the tensors"
     for name, op in (
         ("write_latent_cache", _ops.write_latent_cache.default),
         ("mla_decode.out", _ops.mla_decode.out),
     ):
-        library.impl(name, _inference_only(op, remedy), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+        autograd(name, _inference_only(op, entries[name], remedy))
     for name, rule in (
         ("mla_decode", _decode_vmap),
         ("mla_prefill", _prefill_vmap),

@@ -96,28 +96,24 @@ class DecodeState:
     the module does.
 
     Args:
-        max_batch_size: most requests.
+        seq_lens: ``[max_batch_size]`` int32, the plan's, rewritten before each update.
         max_pages: most pages of a request.
-        query_len: Q.
-        num_heads: H.
-        device: of the buffers.
+        rows: query tokens of a request times heads.
+
+    Attributes:
+        block_table: written by the plan. FlashMLA loads the first page of a request without keys too: it is 0, one
+            that exists.
     """
 
-    def __init__(
-        self, *, max_batch_size: int, max_pages: int, query_len: int, num_heads: int, device: torch.device
-    ) -> None:
-        self._rows = query_len * num_heads
-        self._lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
-        self._table = torch.zeros(max_batch_size, max_pages, dtype=torch.int32, device=device)
-        self._page_of = torch.arange(max_pages, dtype=torch.int32, device=device)
+    def __init__(self, *, seq_lens: Tensor, max_pages: int, rows: int) -> None:
+        self.block_table = seq_lens.new_zeros(seq_lens.shape[0], max_pages)
+        self._rows = rows
+        self._lens = seq_lens
         self._schedules: dict[int, tuple[Tensor, Tensor]] = {}
         self._fresh: set[int] = set()
 
     def update(self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_lens: Tensor) -> None:
-        """Rewrite table and lengths for the plan's page lists, of ``max_batch_size`` requests, in place."""
-        table, lens = _block_table(kv_indptr, kv_indices, kv_last_page_lens, self._page_of)
-        self._table.copy_(table)
-        self._lens.copy_(lens)
+        """The schedules are those of other lengths now."""
         self._fresh.clear()
 
     def num_kv_splits(self, batch_size: int) -> int:
@@ -128,7 +124,7 @@ class DecodeState:
         """Table ``[B, max_pages]``, lengths ``[B]`` and the schedule's two tensors: the same ones at every call."""
         if batch_size not in self._fresh:
             self._schedule(batch_size)
-        return (self._table[:batch_size], self._lens[:batch_size], *self._schedules[batch_size])
+        return (self.block_table[:batch_size], self._lens[:batch_size], *self._schedules[batch_size])
 
     def _schedule(self, batch_size: int) -> None:
         parts, splits = _module().get_mla_decoding_metadata(self._lens[:batch_size], self._rows, 1, use_legacy=True)
@@ -139,16 +135,10 @@ class DecodeState:
 
 
 def make_decode_state(
-    config: MLAConfig, *, max_batch_size: int, max_pages: int, query_len: int, qo_indptr: Tensor, **_: object
+    config: MLAConfig, *, max_pages: int, query_len: int, seq_lens: Tensor, **_: object
 ) -> DecodeState:
-    """The state of a decode plan, on ``qo_indptr``'s device."""
-    return DecodeState(
-        max_batch_size=max_batch_size,
-        max_pages=max_pages,
-        query_len=query_len,
-        num_heads=config.num_heads,
-        device=qo_indptr.device,
-    )
+    """The state of a decode plan, on ``seq_lens``' device."""
+    return DecodeState(seq_lens=seq_lens, max_pages=max_pages, rows=query_len * config.num_heads)
 
 
 def _block_table(

@@ -20,6 +20,7 @@ from capture import BuildOptions
 EXEMPT = {
     *("softmax_scale_log2", "num_requests", "num_heads", "max_seqlen_q", "programs", "num_tokens", "num_rows"),
     *("num_slots", "page_size"),
+    *("requests", "width", "stride_request", "stride_page", "stride_lens", "most_requests", "max_pages", "query_len"),
 }
 
 

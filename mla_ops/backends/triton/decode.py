@@ -247,7 +247,7 @@ def _scratch(q: Tensor, parts: tuple[int, ...], num_requests: int) -> tuple[Tens
     rows = math.prod(parts[:-1])
     spans = parts[0] * num_requests * 2
     memory = q.new_empty(rows * parts[-1] + rows + spans, dtype=torch.float32)
-    part_out, part_lse, rest = memory.split([rows * parts[-1], rows, spans])
+    part_out, part_lse, rest = torch.split(memory, [rows * parts[-1], rows, spans])
     return part_out.view(parts), part_lse.view(parts[:-1]), rest.view(torch.int32).view(parts[0], num_requests, 2)
 
 

@@ -62,7 +62,6 @@ _LIBRARY = torch.library.Library("mla_ops", "DEF")  # type: ignore[no-untyped-ca
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _BACKEND_MODULES = {name: f"mla_ops.backends.{name}" for name in ("aiter", "flash_mla", "reference", "triton")}
 _KERNELS: dict[tuple[str, str], Callable[..., Any]] = {}
-_HIP = torch.version.hip is not None
 _READY: dict[tuple[Any, ...], Any] = {}
 _MOST_SIGNATURES = 4096
 _T = TypeVar("_T")
@@ -86,13 +85,7 @@ def backend_kernel(op: str, backend: str) -> Callable[..., Any]:
 
 def _signature(tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
     """What checks of these tensors may look at, and what code for them may be made for."""
-    if _HIP:  # where code also depends on whether a tensor is above 2 GiB
-        return tuple([None if x is None else (*_layout(x), x.untyped_storage().nbytes() >> 31) for x in tensors])
-    return tuple([None if x is None else _layout(x) for x in tensors])
-
-
-def _layout(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors])
 
 
 def _bound(op: str, backend: str) -> Callable[..., Any]:

@@ -124,8 +124,9 @@ class Launch:
 class BoundLaunch:
     """What Triton compiled for a launch, to be launched again with the same grid and scalars over other addresses.
 
-    The caller answers for what the code was made for: dtypes, and addresses of 16 bytes where they were so before
-    (on AMD also tensors on the same side of 2 GiB).
+    The caller answers for what the code was made for: dtypes, and addresses of 16 bytes where they were so before.
+    (Code for AMD may have offsets of 32 bits where a tensor is below 2 GiB. They follow from shapes and strides: with
+    the same ones they fit again.)
 
     Args:
         launch: the launch; its kernel has its pointers first.

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_ops
+from mla_ops.backends import reference
 from mla_ops.ops import SCHEMAS, op_fingerprint
 from mla_ops.testing import make_decode_inputs, make_prefill_inputs
 
@@ -222,3 +224,48 @@ def test_fingerprint_changes_with_a_schema(tmp_path: Path, monkeypatch: pytest.M
     assert op_fingerprint() != before
     changed.write_text(source)
     assert op_fingerprint() == before
+
+
+# --- dispatch ---------------------------------------------------------------------------------------------------
+
+
+class Seen(TorchDispatchMode):
+    """Notes the ops that come by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad mode", "no grad"])
+@pytest.mark.parametrize("op", sorted(CALLS))
+def test_a_dispatch_mode_sees_the_op_whole(op: str, grad: bool) -> None:
+    """Autograd's kernel goes straight to the op's own, but not past what else would see the call."""
+    overload, make = CALLS[op]
+    args, kwargs = make(torch.float32)
+    with torch.set_grad_enabled(grad), Seen() as seen:
+        overload(*args, **kwargs)
+    assert seen.names == [str(overload)]
+
+
+@pytest.mark.parametrize("change", ["shape", "stride", "dtype", "scalar"])
+def test_a_call_of_another_signature_is_its_own(change: str) -> None:
+    args, _ = decode(torch.float32)
+    OPS.mla_decode(*args)
+    other = list(args)
+    if change == "shape":
+        other[0] = torch.cat([args[0], args[0][:1]])
+    elif change == "stride":
+        other[0] = torch.cat([args[0], args[0]], -1)[..., : args[0].shape[-1]]
+    elif change == "dtype":
+        other[:2] = [x.double() for x in args[:2]]
+    else:
+        other[9] = args[9] * 2
+    expected = reference.mla_decode(*other[:12], args[13])
+    for _ in range(2):
+        assert all(map(torch.equal, OPS.mla_decode(*other), expected))
+    assert all(map(torch.equal, OPS.mla_decode(*args), reference.mla_decode(*args[:12], args[13])))

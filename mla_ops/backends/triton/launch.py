@@ -146,7 +146,9 @@ class BoundLaunch:
         assert order[: len(pointers)] == pointers, f"{launch.name} must have its pointers first"
         self._compiled = compiled
         self._grid = (*launch.grid, 1, 1)[:3]
-        self._pick = itemgetter(*(place[name] for name in pointers))
+        places = [place[name] for name in pointers]
+        # An itemgetter of one place gives what is there, of more a tuple
+        self._pick = itemgetter(*places) if len(places) > 1 else lambda addresses: [addresses[i] for i in places]
         self._rest = tuple(launch.args[name] for name in order[len(pointers) :])
 
     def __call__(self, stream: int, addresses: Sequence[int | None]) -> None:

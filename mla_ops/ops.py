@@ -23,7 +23,7 @@ from torch import Tensor
 from mla_ops import transforms, validation
 from mla_ops.validation import infer_kv_lora_rank, output_dtype
 
-__all__ = ["SCHEMAS", "backend_kernel", "op_fingerprint"]
+__all__ = ["SCHEMAS", "backend_kernel", "bound_kernel", "decode", "op_fingerprint"]
 
 SCHEMAS = {
     "mla_decode": (
@@ -88,8 +88,12 @@ def _signature(tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors])
 
 
-def _bound(op: str, backend: str) -> Callable[..., Any]:
-    """The kernel for calls of one signature: one that learns from the first of them, if the backend has it."""
+def bound_kernel(op: str, backend: str) -> Callable[..., Any]:
+    """The kernel for calls of one signature: one that learns from the first of them, if the backend has it.
+
+    Raises:
+        ValueError: as :func:`backend_kernel`.
+    """
     backend_kernel(op, backend)
     module = sys.modules.get(_BACKEND_MODULES.get(backend, ""))
     bind = getattr(module, "BOUND", {}).get(op)
@@ -106,7 +110,7 @@ def _remember(key: tuple[Any, ...], ready: _T) -> _T:
 # --- mla_decode -------------------------------------------------------------------------------------------------
 
 
-def _mla_decode(
+def decode(
     q: Tensor,
     kv_cache: Tensor,
     qo_indptr: Tensor,
@@ -122,6 +126,7 @@ def _mla_decode(
     backend: str = "reference",
     kv_lora_rank: int | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """The kernel of ``mla_decode``, for a call that :func:`mla_ops.transforms.goes_straight` to it."""
     rank, kernel = _ready_decode(
         q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, backend_state, max_seqlen_q, num_kv_splits,
         softmax_scale, q_scale, kv_scale, backend, kv_lora_rank,
@@ -163,7 +168,7 @@ def _ready_decode(
     lists = (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
     validation.check_mla_decode(q, kv_cache, *lists, max_seqlen_q, num_kv_splits, q_scale, kv_scale)
     rank = infer_kv_lora_rank(q.shape[2], kv_lora_rank)
-    kernel = _bound("mla_decode", backend)
+    kernel = bound_kernel("mla_decode", backend)
     if not (q.numel() and kv_cache.numel() and kv_indices.numel() and kv_last_page_lens.numel()):
         return _remember(key, (rank, lambda q, *_: _no_keys(q, rank)))
     return _remember(key, (rank, kernel))
@@ -240,7 +245,7 @@ def _mla_prefill(
     kernel = _READY.get(key)
     if kernel is None:
         validation.check_mla_prefill(*tensors, max_seqlen_q, max_seqlen_k)
-        kernel = _remember(key, _bound("mla_prefill", backend))
+        kernel = _remember(key, bound_kernel("mla_prefill", backend))
     if not (q.numel() and v.numel() and cu_seqlens_q.shape[0] > 1 and max_seqlen_q and max_seqlen_k):
         return _no_keys(q, v.shape[2])
     result: tuple[Tensor, Tensor] = kernel(
@@ -282,7 +287,7 @@ def _write_latent_cache(
     kernel = _READY.get(key)
     if kernel is None:
         validation.check_write_latent_cache(*tensors)
-        kernel = _remember(key, _bound("write_latent_cache", backend))
+        kernel = _remember(key, bound_kernel("write_latent_cache", backend))
     if slot_mapping.numel() and kv_cache.numel():
         kernel(_apart(kv_c, kv_cache), _apart(k_pe, kv_cache), kv_cache, slot_mapping, kv_scale)
 
@@ -399,7 +404,7 @@ def _merge_attn_states_fake(
 
 
 _ENTRIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "mla_decode": (_mla_decode, _mla_decode_fake),
+    "mla_decode": (decode, _mla_decode_fake),
     "mla_decode.out": (_mla_decode_out, _mla_decode_out_fake),
     "mla_prefill": (_mla_prefill, _mla_prefill_fake),
     "write_latent_cache": (_write_latent_cache, _write_latent_cache_fake),

@@ -23,7 +23,7 @@ from mla_ops.backends import reference
 from mla_ops.errors import InferenceOnlyError
 from mla_ops.validation import infer_kv_lora_rank
 
-__all__ = ["register"]
+__all__ = ["goes_straight", "register"]
 
 _ops = torch.ops.mla_ops
 
@@ -117,7 +117,8 @@ def _merge_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) 
 
 def _plain_keys() -> int:
     """Dispatch keys of a call on ordinary tensors of a CPU or GPU with no mode, transform or wrapper about it."""
-    keys = ("CPU", "CUDA", "BackendSelect", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA")
+    backends = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA")
+    keys = (*backends, "BackendSelect", "ADInplaceOrView")
     return functools.reduce(
         operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)).raw_repr() for key in keys)
     )
@@ -128,6 +129,26 @@ _NOT_PLAIN = ~_plain_keys()
 
 def _needs_grad(*args: Any, **kwargs: Any) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)
+
+
+def goes_straight(first: Tensor, second: Tensor, *others: Tensor) -> bool:
+    """Whether the dispatcher would take a call on these tensors to the op's own kernel, and nothing would notice it.
+
+    No mode, transform, tracer, profiler or tensor that stands for another is there, and nothing asks for a gradient.
+    Only ``first`` and ``second`` may be views that the dispatcher makes real (of a conjugate or negative).
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._dispatch_tls_local_include_set().raw_repr() & _NOT_PLAIN
+        or torch._C._len_torch_function_stack()
+        or torch._C._autograd._profiler_enabled()
+    ):
+        return False
+    grad = torch.is_grad_enabled()
+    for x in (first, second, *others):
+        if type(x) is not Tensor or (grad and x.requires_grad):
+            return False
+    return not (torch._C._dispatch_keys(first) | torch._C._dispatch_keys(second)).raw_repr() & _NOT_PLAIN
 
 
 def _differentiable(

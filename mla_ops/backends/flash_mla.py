@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -215,10 +215,6 @@ class BoundDecode:
         return out.view(tokens, heads, kv_lora_rank), lse.nan_to_num_(torch.nan, -torch.inf, -torch.inf)
 
 
-BOUND = {"mla_decode": BoundDecode}
-"""See :data:`mla_ops.backends.triton.BOUND`."""
-
-
 def _pad(
     q: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_lens: Tensor, query_len: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -301,6 +297,28 @@ def _delegate(op: str, like: Tensor, *arguments: Any) -> Any:
     from mla_ops.ops import backend_kernel  # here: mla_ops.ops imports backends
 
     return backend_kernel(op, _others(like.device, like.dtype))(*arguments)
+
+
+class _BoundDelegate:
+    """What another backend has for the calls of one signature, found at the first."""
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self._kernel: Callable[..., Any] | None = None
+
+    def __call__(self, like: Tensor, *arguments: Any) -> Any:
+        if self._kernel is None:
+            from mla_ops.ops import bound_kernel  # here: mla_ops.ops imports backends
+
+            self._kernel = bound_kernel(self._op, _others(like.device, like.dtype))
+        return self._kernel(like, *arguments)
+
+
+BOUND: dict[str, Callable[[], Callable[..., Any]]] = {
+    "mla_decode": BoundDecode,
+    "write_latent_cache": functools.partial(_BoundDelegate, "write_latent_cache"),
+}
+"""See :data:`mla_ops.backends.triton.BOUND`."""
 
 
 def mla_prefill(q: Tensor, *arguments: Any) -> Any:

@@ -128,7 +128,7 @@ ALLOWED = {
     "mla_ops.backends.select": ("mla_ops.config", "mla_ops.errors", "mla_ops.backends"),
     "mla_ops.transforms": ("mla_ops.backends.reference", "mla_ops.backends", "mla_ops.errors", "mla_ops.validation"),
     "mla_ops.ops": ("mla_ops.transforms", "mla_ops.validation", "mla_ops.errors"),
-    "mla_ops.functional": ("mla_ops.ops", "mla_ops.backends.select", "mla_ops.validation"),
+    "mla_ops.functional": ("mla_ops.ops", "mla_ops.backends.select", "mla_ops.transforms", "mla_ops.validation"),
     "mla_ops.kv_cache": ("mla_ops.config", "mla_ops.errors"),
     "mla_ops.rope": ("mla_ops.config",),
     "mla_ops.prefill_plan": ("mla_ops.config", "mla_ops.backends.select"),

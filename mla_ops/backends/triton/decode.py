@@ -20,6 +20,7 @@ from mla_ops.backends.triton.launch import (
     arch_of,
     bound_stream,
     compute_units,
+    empty_strided,
     is_power_of_two,
     refuse,
 )
@@ -77,11 +78,8 @@ def mla_decode(
 class _Ready:
     """What all calls of one signature have in common."""
 
-    device: torch.device
-    out: tuple[int, ...]
-    lse: tuple[int, ...]
-    dtype: torch.dtype
-    scratch: int  # words
+    device: int
+    tensors: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # out, lse and scratch memory
     part_lse: int  # byte offsets in the scratch memory
     spans: int
     launches: tuple[BoundLaunch, ...]
@@ -114,7 +112,7 @@ class BoundDecode:
         kv_lora_rank: int,
     ) -> tuple[Tensor, Tensor]:
         ready = self._ready
-        stream = None if ready is None else bound_stream(ready.device.index)
+        stream = None if ready is None else bound_stream(ready.device)
         if ready is None or stream is None:
             _require_supported(q, kv_lora_rank, softmax_scale)
             config = _config(q, kv_cache, max_seqlen_q * q.shape[1], kv_lora_rank)
@@ -128,9 +126,7 @@ class BoundDecode:
             if None not in compiled:
                 self._ready = _bind(launches, compiled, out, lse)
             return out, lse
-        out = torch.empty(ready.out, dtype=ready.dtype, device=ready.device)
-        lse = torch.empty(ready.lse, dtype=torch.float32, device=ready.device)
-        scratch = torch.empty(ready.scratch, dtype=torch.float32, device=ready.device)
+        out, lse, scratch = [empty_strided(*layout) for layout in ready.tensors]
         base = scratch.data_ptr()
         addresses = (
             q.data_ptr(),
@@ -155,12 +151,10 @@ class BoundDecode:
 def _bind(launches: Sequence[Launch], compiled: Sequence[Any], out: Tensor, lse: Tensor) -> _Ready:
     scratch = launches[0].args
     words = scratch["part_out"].untyped_storage().nbytes() // 4
+    results = [(tuple(x.shape), x.stride(), x.dtype) for x in (out, lse)]
     return _Ready(
-        device=out.device,
-        out=tuple(out.shape),
-        lse=tuple(lse.shape),
-        dtype=out.dtype,
-        scratch=words,
+        device=out.device.index,
+        tensors=(*results, ((words,), (1,), torch.float32)),
         part_lse=scratch["part_lse"].storage_offset() * 4,
         spans=scratch["spans"].storage_offset() * 4,
         launches=tuple(BoundLaunch(launch, code, _NAMES) for launch, code in zip(launches, compiled, strict=True)),

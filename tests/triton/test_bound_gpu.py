@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 from kernel_cases import Paged, check_decode, paged
+from test_prefill import check_prefill
 from torch import Tensor
 
 from mla_ops import ops
@@ -198,3 +199,9 @@ def test_a_write_of_a_known_signature_goes_where_its_slots_say() -> None:
         live = slots >= 0
         expected[slots[live]] = torch.cat([kv_c, k_pe], 1)[live]
         assert torch.equal(cache.view(256, 576), expected)
+
+
+def test_prefills_through_descriptors_one_after_the_other() -> None:
+    """What Triton compiled is launched again with other descriptors."""
+    for query_lens, heads in ([40, 17], 2), ([300, 1], 2), ([40, 17], 3), ([129], 2):
+        check_prefill(query_lens, query_lens, 192, 128, True, CUDA, torch.bfloat16, heads)

@@ -13,14 +13,15 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_ops import transforms, validation
+from mla_ops.signatures import READY, remember, signature
 from mla_ops.validation import infer_kv_lora_rank, output_dtype
 
 __all__ = ["SCHEMAS", "backend_kernel", "bound_kernel", "decode", "op_fingerprint"]
@@ -62,9 +63,6 @@ _LIBRARY = torch.library.Library("mla_ops", "DEF")  # type: ignore[no-untyped-ca
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _BACKEND_MODULES = {name: f"mla_ops.backends.{name}" for name in ("aiter", "flash_mla", "reference", "triton")}
 _KERNELS: dict[tuple[str, str], Callable[..., Any]] = {}
-_READY: dict[tuple[Any, ...], Any] = {}
-_MOST_SIGNATURES = 4096
-_T = TypeVar("_T")
 
 
 def backend_kernel(op: str, backend: str) -> Callable[..., Any]:
@@ -83,11 +81,6 @@ def backend_kernel(op: str, backend: str) -> Callable[..., Any]:
     return kernel
 
 
-def _signature(tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
-    """What checks of these tensors may look at, and what code for them may be made for."""
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors])
-
-
 def bound_kernel(op: str, backend: str) -> Callable[..., Any]:
     """The kernel for calls of one signature: one that learns from the first of them, if the backend has it.
 
@@ -98,13 +91,6 @@ def bound_kernel(op: str, backend: str) -> Callable[..., Any]:
     module = sys.modules.get(_BACKEND_MODULES.get(backend, ""))
     bind = getattr(module, "BOUND", {}).get(op)
     return (lambda *args: backend_kernel(op, backend)(*args)) if bind is None else bind()
-
-
-def _remember(key: tuple[Any, ...], ready: _T) -> _T:
-    if len(_READY) >= _MOST_SIGNATURES:
-        _READY.clear()
-    _READY[key] = ready
-    return ready
 
 
 # --- mla_decode -------------------------------------------------------------------------------------------------
@@ -157,12 +143,12 @@ def _ready_decode(
     """kv_lora_rank and the kernel for a call, whose arguments have been checked."""
     tensors = (q, kv_cache, qo_indptr, kv_indptr, kv_last_page_lens, q_scale, kv_scale)
     key = (
-        *("mla_decode", backend, max_seqlen_q, num_kv_splits, softmax_scale, kv_lora_rank, *_signature(tensors)),
+        *("mla_decode", backend, max_seqlen_q, num_kv_splits, softmax_scale, kv_lora_rank, *signature(tensors)),
         # Its length is new at each step and is not looked at
         *(kv_indices.dim(), kv_indices.numel() > 0, kv_indices.is_contiguous(), kv_indices.dtype, kv_indices.device),
         kv_indices.data_ptr() & 15,
     )
-    ready: tuple[int, Callable[..., Any]] | None = _READY.get(key)
+    ready: tuple[int, Callable[..., Any]] | None = READY.get(key)
     if ready is not None:
         return ready
     lists = (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
@@ -170,8 +156,8 @@ def _ready_decode(
     rank = infer_kv_lora_rank(q.shape[2], kv_lora_rank)
     kernel = bound_kernel("mla_decode", backend)
     if not (q.numel() and kv_cache.numel() and kv_indices.numel() and kv_last_page_lens.numel()):
-        return _remember(key, (rank, lambda q, *_: _no_keys(q, rank)))
-    return _remember(key, (rank, kernel))
+        return remember(key, (rank, lambda q, *_: _no_keys(q, rank)))
+    return remember(key, (rank, kernel))
 
 
 def _no_keys(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -241,11 +227,11 @@ def _mla_prefill(
     backend: str = "reference",
 ) -> tuple[Tensor, Tensor]:
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    key = ("mla_prefill", backend, max_seqlen_q, max_seqlen_k, *_signature(tensors))
-    kernel = _READY.get(key)
+    key = ("mla_prefill", backend, max_seqlen_q, max_seqlen_k, *signature(tensors))
+    kernel = READY.get(key)
     if kernel is None:
         validation.check_mla_prefill(*tensors, max_seqlen_q, max_seqlen_k)
-        kernel = _remember(key, bound_kernel("mla_prefill", backend))
+        kernel = remember(key, bound_kernel("mla_prefill", backend))
     if not (q.numel() and v.numel() and cu_seqlens_q.shape[0] > 1 and max_seqlen_q and max_seqlen_k):
         return _no_keys(q, v.shape[2])
     result: tuple[Tensor, Tensor] = kernel(
@@ -283,11 +269,11 @@ def _write_latent_cache(
     backend: str = "reference",
 ) -> None:
     tensors = (kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
-    key = ("write_latent_cache", backend, *_signature(tensors))
-    kernel = _READY.get(key)
+    key = ("write_latent_cache", backend, *signature(tensors))
+    kernel = READY.get(key)
     if kernel is None:
         validation.check_write_latent_cache(*tensors)
-        kernel = _remember(key, bound_kernel("write_latent_cache", backend))
+        kernel = remember(key, bound_kernel("write_latent_cache", backend))
     if slot_mapping.numel() and kv_cache.numel():
         kernel(_apart(kv_c, kv_cache), _apart(k_pe, kv_cache), kv_cache, slot_mapping, kv_scale)
 

@@ -23,7 +23,7 @@ from mla_ops.backends import reference
 from mla_ops.errors import InferenceOnlyError
 from mla_ops.validation import infer_kv_lora_rank
 
-__all__ = ["goes_straight", "register"]
+__all__ = ["goes_straight", "register", "register_differentiable", "register_inference_only"]
 
 _ops = torch.ops.mla_ops
 
@@ -151,36 +151,44 @@ def goes_straight(first: Tensor, second: Tensor, *others: Tensor) -> bool:
     return not (torch._C._dispatch_keys(first) | torch._C._dispatch_keys(second)).raw_repr() & _NOT_PLAIN
 
 
-def _differentiable(
-    op: torch._ops.OpOverload, entry: Callable[..., Any], backward: Callable[..., Any], setup: Callable[..., Any]
-) -> Callable[..., Any]:
-    """An Autograd kernel: what ``torch.library.register_autograd`` makes, where there is anything for it to do.
+def register_differentiable(
+    library: torch.library.Library,
+    name: str,
+    entry: Callable[..., Any],
+    backward: Callable[..., Any],
+    setup: Callable[..., Any],
+) -> None:
+    """What ``torch.library.register_autograd`` registers, for an op whose kernel is ``entry``.
 
-    It costs 8 us also where no input requires a gradient: half of that for the second pass through the dispatcher, to
-    the entry, which is called at once where nothing would stop the call on its way there.
+    What that makes passes the dispatcher a second time also where no input requires a gradient, for 8 us. Here the
+    kernel is called at once where nothing would stop the call on its way there.
     """
-    full = make_autograd_impl(op, Info(backward, setup))
+    full = make_autograd_impl(getattr(_ops, name).default, Info(backward, setup))
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         if keyset.raw_repr() & _NOT_PLAIN or _needs_grad(*args):
             return full(keyset, *args)
         return entry(*args)
 
-    return kernel
+    library.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
-def _inference_only(op: torch._ops.OpOverload, entry: Callable[..., Any], remedy: str) -> Callable[..., Any]:
-    """An Autograd kernel that refuses inputs which require a gradient, and otherwise passes the call on."""
+def register_inference_only(
+    library: torch.library.Library, name: str, op: torch._ops.OpOverload, entry: Callable[..., Any]
+) -> None:
+    """Let an op that writes in place, whose kernel is ``entry``, refuse inputs that require a gradient."""
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if _needs_grad(*args, **kwargs):
-            raise InferenceOnlyError(f"{op} writes in place and has no gradient; {remedy}")
+            raise InferenceOnlyError(
+                f"{op} writes in place and has no gradient; call it under torch.no_grad(), or detach the tensors"
+            )
         if keyset.raw_repr() & _NOT_PLAIN:
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
         return entry(*args, **kwargs)
 
-    return kernel
+    library.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
 # --- vmap -------------------------------------------------------------------------------------------------------
@@ -356,23 +364,17 @@ def _refuse_out_vmap(*args: Any, **kwargs: Any) -> None:
 
 def register(library: torch.library.Library, entries: Mapping[str, Callable[..., Any]]) -> None:
     """Register the rules for the ops that ``library`` has defined, whose kernels are ``entries``."""
-
-    def autograd(name: str, kernel: Callable[..., Any]) -> None:
-        library.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
-
     for name, backward, setup in (
         ("mla_decode", _decode_backward, _decode_setup),
         ("mla_prefill", _prefill_backward, _prefill_setup),
         ("gather_latent_cache", _gather_backward, _gather_setup),
         ("merge_attn_states", _merge_backward, _merge_setup),
     ):
-        autograd(name, _differentiable(getattr(_ops, name).default, entries[name], backward, setup))
-    remedy = "call it under torch.no_grad(), or detach the tensors"
-    for name, op in (
-        ("write_latent_cache", _ops.write_latent_cache.default),
-        ("mla_decode.out", _ops.mla_decode.out),
-    ):
-        autograd(name, _inference_only(op, entries[name], remedy))
+        register_differentiable(library, name, entries[name], backward, setup)
+    register_inference_only(
+        library, "write_latent_cache", _ops.write_latent_cache.default, entries["write_latent_cache"]
+    )
+    register_inference_only(library, "mla_decode.out", _ops.mla_decode.out, entries["mla_decode.out"])
     for name, rule in (
         ("mla_decode", _decode_vmap),
         ("mla_prefill", _prefill_vmap),

@@ -271,8 +271,9 @@ def _kernel_units(
     others = select(config, device, dtype).name if choice.name == "flash_mla" else choice.name
     if others not in ("aiter", "triton") or not (options.target or device.type == "cuda"):
         return
-    from mla_ops.backends.triton import plan_variants, variants
+    from mla_ops.backends.triton import variants
     from mla_ops.backends.triton.launch import arch_of_device
+    from mla_ops.backends.triton.plan_kernels import plan_variants
 
     arch = options.target or arch_of_device(torch.device(options.device))
     launches = plan_variants(options.query_len)  # a plan is ours whatever the backend

@@ -12,7 +12,7 @@ from kernel_cases import Paged, check_decode, paged
 from test_prefill import check_prefill
 from torch import Tensor
 
-from mla_ops import ops
+from mla_ops import ops, signatures
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -20,7 +20,8 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def no_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_READY", {})
+    monkeypatch.setattr(ops, "READY", {})
+    monkeypatch.setattr(signatures, "READY", ops.READY)
 
 
 def case(requests: int = 3, heads: int = 16, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Paged:

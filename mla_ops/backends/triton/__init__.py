@@ -6,7 +6,7 @@ from mla_ops.backends.triton.cache import BoundWrite, gather_latent_cache, write
 from mla_ops.backends.triton.decode import BoundDecode, mla_decode
 from mla_ops.backends.triton.merge import merge_attn_states
 from mla_ops.backends.triton.prefill import mla_prefill
-from mla_ops.backends.triton.variants import plan_variants, variants
+from mla_ops.backends.triton.variants import variants
 
 BOUND = {"mla_decode": BoundDecode, "write_latent_cache": BoundWrite}
 """Ops whose kernels may be bound to a signature: a class whose instances serve the calls of one."""
@@ -17,7 +17,6 @@ __all__ = [
     "merge_attn_states",
     "mla_decode",
     "mla_prefill",
-    "plan_variants",
     "variants",
     "write_latent_cache",
 ]

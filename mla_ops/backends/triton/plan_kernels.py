@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mla_ops.backends.triton.launch import BoundLaunch, Launch, bound_stream
 
-__all__ = ["PlanWriter", "plan_launch"]
+__all__ = ["PlanWriter", "plan_launch", "plan_variants"]
 
 _CHUNK = 1024
 _NAMES = (
@@ -65,6 +66,27 @@ def plan_launch(
         "CHUNK": _CHUNK,
     }
     return Launch(plan_kernel, (most,), args, {"num_warps": 4})
+
+
+def plan_variants(query_len: int) -> list[Launch]:
+    """The kernels of a plan's update: with the block table of a backend that reads one, and without."""
+    index, token = (
+        torch.empty(16, dtype=torch.int32, device="meta"),
+        torch.empty(16 * query_len, dtype=torch.int64, device="meta"),
+    )
+    table = torch.empty(16, 1, dtype=torch.int32, device="meta")
+    buffers = {
+        "kv_indptr": index,
+        "kv_indices": index,
+        "kv_last_page_lens": index,
+        "lens": index,
+        "slot_mapping": token,
+        "positions": token,
+    }
+    return [
+        plan_launch(table, index, {**buffers, "table": own}, page_size=64, query_len=query_len, padding=(0, 0, -1))
+        for own in (None, table)
+    ]
 
 
 class PlanWriter:

@@ -11,12 +11,12 @@ from mla_ops.backends.triton.configs import decode_config, prefill_config
 from mla_ops.backends.triton.decode import decode_launches
 from mla_ops.backends.triton.launch import Launch
 from mla_ops.backends.triton.merge import merge_launch
-from mla_ops.backends.triton.plan_kernels import plan_launch
+from mla_ops.backends.triton.plan_kernels import plan_variants
 from mla_ops.backends.triton.prefill import prefill_launch
 from mla_ops.config import MLAConfig
 from mla_ops.validation import FLOAT8_DTYPES
 
-__all__ = ["plan_variants", "variants"]
+__all__ = ["variants"]
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -55,24 +55,6 @@ def variants(
         ),
         *_unpaged(config, dtype, arch),
         *plan_variants(query_len),
-    ]
-
-
-def plan_variants(query_len: int) -> list[Launch]:
-    """The kernels of a plan's update: with the block table of a backend that reads one, and without."""
-    index, token = _meta(16, dtype=torch.int32), _meta(16 * query_len, dtype=torch.int64)
-    table = _meta(16, 1, dtype=torch.int32)
-    buffers = {
-        "kv_indptr": index,
-        "kv_indices": index,
-        "kv_last_page_lens": index,
-        "lens": index,
-        "slot_mapping": token,
-        "positions": token,
-    }
-    return [
-        plan_launch(table, index, {**buffers, "table": own}, page_size=64, query_len=query_len, padding=(0, 0, -1))
-        for own in (None, table)
     ]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ import torch
 from torch import Tensor
 
 from mla_ops import transforms, validation
+from mla_ops.signatures import READY, remember, signature
 from mla_ops.validation import infer_kv_lora_rank, output_dtype
 
-__all__ = ["SCHEMAS", "backend_kernel", "op_fingerprint"]
+__all__ = ["SCHEMAS", "backend_kernel", "bound_kernel", "decode", "op_fingerprint"]
 
 SCHEMAS = {
     "mla_decode": (
@@ -79,10 +81,22 @@ def backend_kernel(op: str, backend: str) -> Callable[..., Any]:
     return kernel
 
 
+def bound_kernel(op: str, backend: str) -> Callable[..., Any]:
+    """The kernel for calls of one signature: one that learns from the first of them, if the backend has it.
+
+    Raises:
+        ValueError: as :func:`backend_kernel`.
+    """
+    backend_kernel(op, backend)
+    module = sys.modules.get(_BACKEND_MODULES.get(backend, ""))
+    bind = getattr(module, "BOUND", {}).get(op)
+    return (lambda *args: backend_kernel(op, backend)(*args)) if bind is None else bind()
+
+
 # --- mla_decode -------------------------------------------------------------------------------------------------
 
 
-def _mla_decode(
+def decode(
     q: Tensor,
     kv_cache: Tensor,
     qo_indptr: Tensor,
@@ -98,27 +112,52 @@ def _mla_decode(
     backend: str = "reference",
     kv_lora_rank: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    validation.check_mla_decode(
-        q,
-        kv_cache,
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        kv_last_page_lens,
-        max_seqlen_q,
-        num_kv_splits,
-        q_scale,
-        kv_scale,
-    )
-    rank = infer_kv_lora_rank(q.shape[2], kv_lora_rank)
-    kernel = backend_kernel("mla_decode", backend)
-    if not (q.numel() and kv_cache.numel() and kv_indices.numel() and kv_last_page_lens.numel()):
-        return _no_keys(q, rank)
+    """The kernel of ``mla_decode``, for a call that :func:`mla_ops.transforms.goes_straight` to it."""
+    rank, kernel = _ready_decode(
+        q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, backend_state, max_seqlen_q, num_kv_splits,
+        softmax_scale, q_scale, kv_scale, backend, kv_lora_rank,
+    )  # fmt: skip
     result: tuple[Tensor, Tensor] = kernel(
         q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, backend_state, max_seqlen_q, num_kv_splits,
         softmax_scale, q_scale, kv_scale, rank,
     )  # fmt: skip
     return result
+
+
+def _ready_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_lens: Tensor,
+    backend_state: Sequence[Tensor],
+    max_seqlen_q: int,
+    num_kv_splits: int,
+    softmax_scale: float,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    backend: str = "reference",
+    kv_lora_rank: int | None = None,
+) -> tuple[int, Callable[..., Any]]:
+    """kv_lora_rank and the kernel for a call, whose arguments have been checked."""
+    tensors = (q, kv_cache, qo_indptr, kv_indptr, kv_last_page_lens, q_scale, kv_scale)
+    key = (
+        *("mla_decode", backend, max_seqlen_q, num_kv_splits, softmax_scale, kv_lora_rank, *signature(tensors)),
+        # Its length is new at each step and is not looked at
+        *(kv_indices.dim(), kv_indices.numel() > 0, kv_indices.is_contiguous(), kv_indices.dtype, kv_indices.device),
+        kv_indices.data_ptr() & 15,
+    )
+    ready: tuple[int, Callable[..., Any]] | None = READY.get(key)
+    if ready is not None:
+        return ready
+    lists = (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
+    validation.check_mla_decode(q, kv_cache, *lists, max_seqlen_q, num_kv_splits, q_scale, kv_scale)
+    rank = infer_kv_lora_rank(q.shape[2], kv_lora_rank)
+    kernel = bound_kernel("mla_decode", backend)
+    if not (q.numel() and kv_cache.numel() and kv_indices.numel() and kv_last_page_lens.numel()):
+        return remember(key, (rank, lambda q, *_: _no_keys(q, rank)))
+    return remember(key, (rank, kernel))
 
 
 def _no_keys(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -160,11 +199,9 @@ def _mla_decode_fake(
 
 
 def _mla_decode_out(*args: Any, out: Tensor, lse: Tensor, **kwargs: Any) -> None:
-    q, rank = args[0], args[13] if len(args) > 13 else kwargs.get("kv_lora_rank")
-    # The buffers are checked against q, so q first; with both before the launch
-    validation.check_mla_decode(*args[:6], *args[7:9], *(*args[10:12], None, None)[:2])
-    validation.check_mla_decode_out(q, out, lse, infer_kv_lora_rank(q.shape[2], rank))
-    result = _mla_decode(*args, **kwargs)  # whole before out is written, which may be q: see _apart
+    rank, kernel = _ready_decode(*args, **kwargs)
+    validation.check_mla_decode_out(args[0], out, lse, rank)
+    result = kernel(*args[:10], *(*args[10:12], None, None)[:2], rank)  # whole before out is written: see _apart
     out.copy_(result[0])
     lse.copy_(result[1])
 
@@ -189,8 +226,12 @@ def _mla_prefill(
     causal: bool,
     backend: str = "reference",
 ) -> tuple[Tensor, Tensor]:
-    validation.check_mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    kernel = backend_kernel("mla_prefill", backend)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    key = ("mla_prefill", backend, max_seqlen_q, max_seqlen_k, *signature(tensors))
+    kernel = READY.get(key)
+    if kernel is None:
+        validation.check_mla_prefill(*tensors, max_seqlen_q, max_seqlen_k)
+        kernel = remember(key, bound_kernel("mla_prefill", backend))
     if not (q.numel() and v.numel() and cu_seqlens_q.shape[0] > 1 and max_seqlen_q and max_seqlen_k):
         return _no_keys(q, v.shape[2])
     result: tuple[Tensor, Tensor] = kernel(
@@ -227,8 +268,12 @@ def _write_latent_cache(
     kv_scale: Tensor | None = None,
     backend: str = "reference",
 ) -> None:
-    validation.check_write_latent_cache(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
-    kernel = backend_kernel("write_latent_cache", backend)
+    tensors = (kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
+    key = ("write_latent_cache", backend, *signature(tensors))
+    kernel = READY.get(key)
+    if kernel is None:
+        validation.check_write_latent_cache(*tensors)
+        kernel = remember(key, bound_kernel("write_latent_cache", backend))
     if slot_mapping.numel() and kv_cache.numel():
         kernel(_apart(kv_c, kv_cache), _apart(k_pe, kv_cache), kv_cache, slot_mapping, kv_scale)
 
@@ -345,7 +390,7 @@ def _merge_attn_states_fake(
 
 
 _ENTRIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "mla_decode": (_mla_decode, _mla_decode_fake),
+    "mla_decode": (decode, _mla_decode_fake),
     "mla_decode.out": (_mla_decode_out, _mla_decode_out_fake),
     "mla_prefill": (_mla_prefill, _mla_prefill_fake),
     "write_latent_cache": (_write_latent_cache, _write_latent_cache_fake),
@@ -373,7 +418,7 @@ def _register() -> None:
         entry, fake = _ENTRIES[name]
         _LIBRARY.impl(name, entry, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"mla_ops::{name}", fake, lib=_LIBRARY)
-    transforms.register(_LIBRARY)
+    transforms.register(_LIBRARY, {name: entry for name, (entry, _) in _ENTRIES.items()})
 
 
 def _tag_compile_caches() -> None:

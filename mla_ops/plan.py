@@ -8,8 +8,10 @@ Letters: B requests, Q query_len, T = B * Q query tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import NamedTuple, Protocol
 
 import torch
@@ -56,7 +58,14 @@ PADDING_RULES = dict.fromkeys(("aiter", "flash_mla", "reference", "triton"), Pad
 
 
 class DecodeState(Protocol):
-    """What a backend plans beside the page lists: static buffers of its own, made by its ``make_decode_state``."""
+    """What a backend plans beside the page lists: static buffers of its own, made by its ``make_decode_state``.
+
+    Attributes:
+        block_table: ``[max_batch_size, max_pages]`` int32 that the plan writes with its lists, 0 where a request has
+            no page; None where the backend reads no table.
+    """
+
+    block_table: Tensor | None
 
     def update(self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_lens: Tensor) -> None:
         """Rewrite them for the plan's page lists: in place, on the current stream, without a synchronisation."""
@@ -192,7 +201,10 @@ class DecodePlan:
                 kv_dtype=kv_dtype,
                 num_kv_splits=num_kv_splits,
                 qo_indptr=self._qo_indptr,
+                seq_lens=self._seq_lens,
             )
+        self._table = None if self._state is None else self._state.block_table
+        self._write = self._writer()
         self.update(
             torch.zeros(0, self.max_pages, dtype=torch.int32, device=self.device),
             torch.zeros(0, dtype=torch.int32, device=self.device),
@@ -204,7 +216,6 @@ class DecodePlan:
         self._guarded[name] = whole[size:]
         return whole[:size]
 
-    @torch.no_grad()
     def update(self, block_table: Tensor, seq_lens: Tensor) -> None:
         """Describe the next step: the only writer of the buffers.
 
@@ -219,13 +230,40 @@ class DecodePlan:
         Raises:
             ValueError, TypeError: a shape, dtype or device that does not fit the plan.
         """
-        self._check_update(block_table, seq_lens)
-        self._write_lists(block_table, seq_lens)
+        if self._write is None or torch.compiler.is_compiling():
+            self._check_update(block_table, seq_lens)
+            self._write_lists(block_table, seq_lens)
+        else:
+            self._write(block_table, seq_lens)
         if self._state is not None:
             self._state.update(self._kv_indptr, self._kv_indices, self._kv_last_page_lens)
             if len(seq_lens):
                 self._state.at(len(seq_lens))
 
+    def _writer(self) -> Callable[[Tensor, Tensor], None] | None:
+        """The kernel that does in one launch what :meth:`_write_lists` does, where there is one."""
+        if self.device.type != "cuda" or self.choice.name == "reference" or find_spec("triton") is None:
+            return None
+        from mla_ops.backends.triton.plan_kernels import PlanWriter  # here: it imports triton
+
+        rule = self.padding
+        return PlanWriter(
+            {
+                "kv_indptr": self._kv_indptr,
+                "kv_indices": self._kv_indices,
+                "kv_last_page_lens": self._kv_last_page_lens,
+                "lens": self._seq_lens,
+                "slot_mapping": self._slot_mapping,
+                "positions": self._positions,
+                "table": self._table,
+            },
+            self._check_update,
+            page_size=self.page_size,
+            query_len=self.query_len,
+            padding=(rule.kv_len, rule.page, rule.slot),
+        )
+
+    @torch.no_grad()
     def _write_lists(self, block_table: Tensor, seq_lens: Tensor) -> None:
         batch, width = block_table.shape
         if batch and not width:
@@ -245,6 +283,8 @@ class DecodePlan:
         self._positions.copy_(position.where(written, 0).flatten())
         if not batch:
             self._kv_indices.fill_(self.padding.page)
+            if self._table is not None:
+                self._table.fill_(self.padding.page)
             self._slot_mapping.fill_(self.padding.slot)
             return
         request = torch.searchsorted(self._kv_indptr[1:], self._entry, right=True, out_int32=True)
@@ -252,6 +292,10 @@ class DecodePlan:
         column = (self._entry - self._kv_indptr[request]).clamp_(0, width - 1)
         listed = (self._entry < self._kv_indptr[batch]) & live[request]
         self._kv_indices.copy_(block_table[request, column].where(listed, self.padding.page))
+        if self._table is not None:
+            self._table.fill_(self.padding.page)
+            listed = self._page_of[:width] < num_pages[:batch, None]
+            self._table[:batch, :width].copy_(block_table.where(listed, self.padding.page))
 
         page = block_table.gather(1, (position[:batch] // self.page_size).clamp(0, width - 1).long())
         slot = page.long() * self.page_size + position[:batch] % self.page_size

@@ -270,21 +270,24 @@ def _kernel_units(
         yield from aiter_units(options.device, config.num_heads, options.query_len, options.page_size)
     # FlashMLA decodes only: the other ops are those of the backend that auto takes without it.
     others = select(config, device, dtype).name if choice.name == "flash_mla" else choice.name
-    if others != "triton" or not (options.target or device.type == "cuda"):
+    if others not in ("aiter", "triton") or not (options.target or device.type == "cuda"):
         return
     from mla_ops.backends.triton import variants
     from mla_ops.backends.triton.launch import arch_of_device
+    from mla_ops.backends.triton.plan_kernels import plan_variants
 
     read_triton_key()
     arch = options.target or arch_of_device(torch.device(options.device))
-    launches = variants(
-        config,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        page_sizes=(options.page_size,),
-        query_len=options.query_len,
-        arch=arch,
-    )
+    launches = plan_variants(options.query_len)  # a plan is ours whatever the backend
+    if others == "triton":
+        launches = variants(
+            config,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            page_sizes=(options.page_size,),
+            query_len=options.query_len,
+            arch=arch,
+        )
     for launch in launches:
         cost = 2.0 if launch.name.startswith(("decode", "prefill")) else 0.3
         yield KernelBuildUnit(key=launch.key, compile=launch.compile, target=options.target, cost=cost)

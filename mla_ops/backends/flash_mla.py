@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +23,9 @@ from mla_ops.config import MLAConfig
 from mla_ops.errors import BackendUnavailableError
 
 __all__ = [
+    "BOUND",
     "PAGE_SIZE",
+    "BoundDecode",
     "DecodeState",
     "gather_latent_cache",
     "make_decode_state",
@@ -96,28 +98,24 @@ class DecodeState:
     the module does.
 
     Args:
-        max_batch_size: most requests.
+        seq_lens: ``[max_batch_size]`` int32, the plan's, rewritten before each update.
         max_pages: most pages of a request.
-        query_len: Q.
-        num_heads: H.
-        device: of the buffers.
+        rows: query tokens of a request times heads.
+
+    Attributes:
+        block_table: written by the plan. FlashMLA loads the first page of a request without keys too: it is 0, one
+            that exists.
     """
 
-    def __init__(
-        self, *, max_batch_size: int, max_pages: int, query_len: int, num_heads: int, device: torch.device
-    ) -> None:
-        self._rows = query_len * num_heads
-        self._lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
-        self._table = torch.zeros(max_batch_size, max_pages, dtype=torch.int32, device=device)
-        self._page_of = torch.arange(max_pages, dtype=torch.int32, device=device)
+    def __init__(self, *, seq_lens: Tensor, max_pages: int, rows: int) -> None:
+        self.block_table = seq_lens.new_zeros(seq_lens.shape[0], max_pages)
+        self._rows = rows
+        self._lens = seq_lens
         self._schedules: dict[int, tuple[Tensor, Tensor]] = {}
         self._fresh: set[int] = set()
 
     def update(self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_lens: Tensor) -> None:
-        """Rewrite table and lengths for the plan's page lists, of ``max_batch_size`` requests, in place."""
-        table, lens = _block_table(kv_indptr, kv_indices, kv_last_page_lens, self._page_of)
-        self._table.copy_(table)
-        self._lens.copy_(lens)
+        """The schedules are those of other lengths now."""
         self._fresh.clear()
 
     def num_kv_splits(self, batch_size: int) -> int:
@@ -128,7 +126,7 @@ class DecodeState:
         """Table ``[B, max_pages]``, lengths ``[B]`` and the schedule's two tensors: the same ones at every call."""
         if batch_size not in self._fresh:
             self._schedule(batch_size)
-        return (self._table[:batch_size], self._lens[:batch_size], *self._schedules[batch_size])
+        return (self.block_table[:batch_size], self._lens[:batch_size], *self._schedules[batch_size])
 
     def _schedule(self, batch_size: int) -> None:
         parts, splits = _module().get_mla_decoding_metadata(self._lens[:batch_size], self._rows, 1, use_legacy=True)
@@ -139,27 +137,10 @@ class DecodeState:
 
 
 def make_decode_state(
-    config: MLAConfig, *, max_batch_size: int, max_pages: int, query_len: int, qo_indptr: Tensor, **_: object
+    config: MLAConfig, *, max_pages: int, query_len: int, seq_lens: Tensor, **_: object
 ) -> DecodeState:
-    """The state of a decode plan, on ``qo_indptr``'s device."""
-    return DecodeState(
-        max_batch_size=max_batch_size,
-        max_pages=max_pages,
-        query_len=query_len,
-        num_heads=config.num_heads,
-        device=qo_indptr.device,
-    )
-
-
-def _block_table(
-    kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_lens: Tensor, page_of: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Page lists as ``[B, len(page_of)]`` pages, 0 where there is none, and ``[B]`` lengths."""
-    num_pages = kv_indptr[1:] - kv_indptr[:-1]
-    lens = ((num_pages - 1) * PAGE_SIZE + kv_last_page_lens).masked_fill(num_pages <= 0, 0)
-    entry = (kv_indptr[:-1, None] + page_of).clamp_(max=kv_indices.shape[0] - 1)
-    # FlashMLA loads the first page of a request without keys too: 0 is one that exists.
-    return kv_indices[entry].masked_fill(page_of >= num_pages[:, None], 0), lens
+    """The state of a decode plan, on ``seq_lens``' device."""
+    return DecodeState(seq_lens=seq_lens, max_pages=max_pages, rows=query_len * config.num_heads)
 
 
 def mla_decode(
@@ -183,39 +164,117 @@ def mla_decode(
         BackendUnavailableError: FlashMLA does not serve these tensors.
         ValueError: ``backend_state`` is of another number of requests.
     """
-    reason = refusal(
-        q.device, q.dtype, widths=(q.shape[2], kv_lora_rank), page_size=kv_cache.shape[1], kv_dtype=kv_cache.dtype
-    )
-    if reason is not None:
-        raise BackendUnavailableError("flash_mla", reason, _REMEDY)
-    tokens, heads, latent_dim = q.shape
-    requests = kv_last_page_lens.shape[0]
-    if backend_state:
+    return BoundDecode()(
+        q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, backend_state, max_seqlen_q, num_kv_splits,
+        softmax_scale, q_scale, kv_scale, kv_lora_rank,
+    )  # fmt: skip
+
+
+class BoundDecode:
+    """:func:`mla_decode` for calls of one signature, of which the first is checked."""
+
+    def __init__(self) -> None:
+        self._served = False
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_last_page_lens: Tensor,
+        backend_state: Sequence[Tensor],
+        max_seqlen_q: int,
+        num_kv_splits: int,
+        softmax_scale: float,
+        q_scale: Tensor | None,
+        kv_scale: Tensor | None,
+        kv_lora_rank: int,
+    ) -> tuple[Tensor, Tensor]:
+        if not self._served:
+            widths = (q.shape[2], kv_lora_rank)
+            reason = refusal(q.device, q.dtype, widths=widths, page_size=kv_cache.shape[1], kv_dtype=kv_cache.dtype)
+            if reason is not None:
+                raise BackendUnavailableError("flash_mla", reason, _REMEDY)
+            self._served = True
+        tokens, heads, latent_dim = q.shape
+        requests = kv_last_page_lens.shape[0]
+        if not backend_state:
+            padded, *state = _pad(q, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q)
+            return _unpad(*_attend(padded, kv_cache, state, softmax_scale), qo_indptr, tokens)
         if tokens != requests * max_seqlen_q or backend_state[0].shape[0] != requests:
             raise ValueError(
                 f"backend_state must be of plan.at({requests}) and q have {requests * max_seqlen_q} rows, got one of "
                 f"{backend_state[0].shape[0]} requests and q {tuple(q.shape)}"
             )
-        out, lse = _attend(q.reshape(requests, max_seqlen_q, heads, latent_dim), kv_cache, backend_state, softmax_scale)
-        return out.flatten(0, 1), lse.flatten(0, 1)
-    # The last query of a request is the last row of its share of Q; a row of no request is row T, dropped again.
-    rows = qo_indptr[1:, None].long() + torch.arange(-max_seqlen_q, 0, device=q.device)
-    rows = rows.masked_fill(rows < qo_indptr[:-1, None], tokens)
-    page_of = torch.arange(kv_indices.shape[0], dtype=torch.int32, device=q.device)
-    state = _block_table(kv_indptr, kv_indices, kv_last_page_lens, page_of)
-    padded = torch.cat([q, q.new_zeros(1, heads, latent_dim)])[rows]
-    parts = _attend(padded, kv_cache, state, softmax_scale)
-    out = q.new_zeros(tokens + 1, heads, kv_lora_rank).index_put_((rows,), parts[0])
-    lse = parts[1].new_full((tokens + 1, heads), -torch.inf).index_put_((rows,), parts[1])
+        padded = q.reshape(requests, max_seqlen_q, heads, latent_dim)
+        out, lse = _attend(padded, kv_cache, backend_state, softmax_scale)
+        lse = lse.transpose(1, 2).reshape(tokens, heads)
+        # A row that sees no key comes back as 0 with +inf. The lse is FlashMLA's result, and ours to change.
+        return out.view(tokens, heads, kv_lora_rank), lse.nan_to_num_(torch.nan, -torch.inf, -torch.inf)
+
+
+def _pad(
+    q: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_lens: Tensor, query_len: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries ``[B, Q, H, D]``, block table ``[B, len(kv_indices)]`` and lengths ``[B]``.
+
+    The last query of a request is its last of Q, those that it has not are 0, and so is what a table has no page for:
+    FlashMLA loads the first page of a request without keys too.
+    """
+    requests, entries = kv_last_page_lens.shape[0], kv_indices.shape[0]
+    if q.is_cuda and _has_triton():
+        from mla_ops.backends.triton.ragged import pad_launch
+
+        padded = q.new_empty(requests, query_len, *q.shape[1:])
+        table, lens = kv_indices.new_empty(requests, entries), kv_indices.new_empty(requests)
+        pad_launch(
+            q, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, padded, table, lens, page_size=PAGE_SIZE
+        ).run()  # fmt: skip
+        return padded, table, lens
+    num_pages = kv_indptr[1:] - kv_indptr[:-1]
+    lens = ((num_pages - 1) * PAGE_SIZE + kv_last_page_lens).masked_fill(num_pages <= 0, 0)
+    page_of = torch.arange(entries, dtype=torch.int32, device=q.device)
+    entry = (kv_indptr[:-1, None] + page_of).clamp_(max=entries - 1)
+    table = kv_indices[entry].masked_fill(page_of >= num_pages[:, None], 0)
+    rows = _padded_rows(qo_indptr, query_len, len(q))
+    return torch.cat([q, q.new_zeros(1, *q.shape[1:])])[rows], table, lens
+
+
+def _unpad(parts: Tensor, part_lse: Tensor, qo_indptr: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """``[B, Q, H, R]`` and ``[B, H, Q]`` to ``[T, H, R]`` and ``[T, H]``: 0 and -inf where no query or no key is."""
+    _, query_len, heads, rank = parts.shape
+    if parts.is_cuda and _has_triton():
+        from mla_ops.backends.triton.ragged import unpad_launch
+
+        out, lse = parts.new_empty(tokens, heads, rank), part_lse.new_empty(tokens, heads)
+        unpad_launch(parts, part_lse, qo_indptr, out, lse).run()
+        return out, lse
+    rows = _padded_rows(qo_indptr, query_len, tokens)
+    out = parts.new_zeros(tokens + 1, heads, rank).index_put_((rows,), parts)
+    part_lse = part_lse.transpose(1, 2).masked_fill(part_lse.transpose(1, 2) == torch.inf, -torch.inf)
+    lse = part_lse.new_full((tokens + 1, heads), -torch.inf).index_put_((rows,), part_lse)
     return out[:tokens], lse[:tokens]
 
 
+def _padded_rows(qo_indptr: Tensor, query_len: int, tokens: int) -> Tensor:
+    """``[B, Q]`` query rows; ``tokens``, a row to drop, where there is none."""
+    rows = qo_indptr[1:, None].long() + torch.arange(-query_len, 0, device=qo_indptr.device)
+    return rows.masked_fill(rows < qo_indptr[:-1, None], tokens)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def _attend(q: Tensor, kv_cache: Tensor, state: Sequence[Tensor], softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """q ``[B, Q, H, D]`` to ``[B, Q, H, R]`` and ``[B, Q, H]``."""
+    """q ``[B, Q, H, D]`` to ``[B, Q, H, R]`` and ``[B, H, Q]``, of which a row without keys is 0 and +inf."""
     schedule, _ = _module().get_mla_metadata()
     if len(state) > 2:
         schedule.tile_scheduler_metadata, schedule.num_splits = state[2:]
-    out, lse = _module().flash_mla_with_kvcache(
+    result: tuple[Tensor, Tensor] = _module().flash_mla_with_kvcache(
         q,
         kv_cache.unsqueeze(2),
         state[0],
@@ -226,8 +285,7 @@ def _attend(q: Tensor, kv_cache: Tensor, state: Sequence[Tensor], softmax_scale:
         causal=q.shape[1] > 1,
         use_legacy=True,
     )
-    # A row that sees no key comes back as 0 with +inf.
-    return out, lse.nan_to_num(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf).transpose(1, 2)
+    return result
 
 
 @functools.cache
@@ -239,6 +297,28 @@ def _delegate(op: str, like: Tensor, *arguments: Any) -> Any:
     from mla_ops.ops import backend_kernel  # here: mla_ops.ops imports backends
 
     return backend_kernel(op, _others(like.device, like.dtype))(*arguments)
+
+
+class _BoundDelegate:
+    """What another backend has for the calls of one signature, found at the first."""
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self._kernel: Callable[..., Any] | None = None
+
+    def __call__(self, like: Tensor, *arguments: Any) -> Any:
+        if self._kernel is None:
+            from mla_ops.ops import bound_kernel  # here: mla_ops.ops imports backends
+
+            self._kernel = bound_kernel(self._op, _others(like.device, like.dtype))
+        return self._kernel(like, *arguments)
+
+
+BOUND: dict[str, Callable[[], Callable[..., Any]]] = {
+    "mla_decode": BoundDecode,
+    "write_latent_cache": functools.partial(_BoundDelegate, "write_latent_cache"),
+}
+"""See :data:`mla_ops.backends.triton.BOUND`."""
 
 
 def mla_prefill(q: Tensor, *arguments: Any) -> Any:

@@ -137,6 +137,7 @@ def make_decode_state(
     kv_dtype: torch.dtype,
     num_kv_splits: int,
     qo_indptr: Tensor,
+    **_: object,
 ) -> DecodeState:
     """The state of a decode plan; see :class:`DecodeState`.
 

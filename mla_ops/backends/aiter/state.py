@@ -112,6 +112,8 @@ class DecodeState:
         ValueError: the slot list does not fit int32, or the scratch of persistent mode its budget.
     """
 
+    block_table: Tensor | None = None  # the kernels read lists
+
     def __init__(
         self,
         runtime: Runtime,

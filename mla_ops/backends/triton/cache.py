@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_ops.backends.triton.launch import Launch, arch_of
+from mla_ops.backends.triton.launch import BoundLaunch, Launch, arch_of, bound_stream
 from mla_ops.validation import FLOAT8_DTYPES
 
-__all__ = ["gather_latent_cache", "gather_launch", "write_latent_cache", "write_launch"]
+__all__ = ["BoundWrite", "gather_latent_cache", "gather_launch", "write_latent_cache", "write_launch"]
 
+_WRITE_NAMES = ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_scale")
 _TOKENS = 4
 _CHUNK = 128
 
@@ -21,8 +22,29 @@ def write_latent_cache(
     kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None
 ) -> None:
     """Store latent rows into their slots, in place. See :func:`mla_ops.write_latent_cache`."""
-    arch_of(kv_cache)
-    write_launch(kv_c, k_pe, kv_cache, slot_mapping, kv_scale).run()
+    BoundWrite()(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
+
+
+class BoundWrite:
+    """:func:`write_latent_cache` for calls of one signature, as :class:`.decode.BoundDecode`."""
+
+    def __init__(self) -> None:
+        self._ready: tuple[int, BoundLaunch] | None = None
+
+    def __call__(
+        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None
+    ) -> None:
+        ready = self._ready
+        stream = None if ready is None else bound_stream(ready[0])
+        if ready is None or stream is None:
+            arch_of(kv_cache)
+            launch = write_launch(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
+            compiled = launch.run()
+            if compiled is not None:
+                self._ready = kv_cache.device.index, BoundLaunch(launch, compiled, _WRITE_NAMES)
+            return
+        scale = None if kv_scale is None else kv_scale.data_ptr()
+        ready[1](stream, (kv_c.data_ptr(), k_pe.data_ptr(), kv_cache.data_ptr(), slot_mapping.data_ptr(), scale))
 
 
 def write_launch(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> Launch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,19 @@ from mla_ops.backends.triton.configs import DecodeConfig, decode_config
 from mla_ops.backends.triton.decode_hopper import decode_hopper_kernel
 from mla_ops.backends.triton.decode_hopper_narrow import decode_hopper_narrow_kernel
 from mla_ops.backends.triton.decode_kernels import decode_kernel, merge_kernel
-from mla_ops.backends.triton.launch import Launch, arch_of, compute_units, is_power_of_two, refuse
+from mla_ops.backends.triton.launch import (
+    BoundLaunch,
+    Launch,
+    arch_of,
+    bound_stream,
+    compute_units,
+    empty_strided,
+    is_power_of_two,
+    refuse,
+)
 from mla_ops.validation import output_dtype
 
-__all__ = ["decode_launches", "mla_decode"]
+__all__ = ["BoundDecode", "decode_launches", "mla_decode"]
 
 # Requests whose lengths a program reads at a time, and parts whose log-sum-exps the merge does.
 _CHUNK = 256
@@ -26,6 +36,13 @@ _KERNELS: dict[str, Any] = {
     "hopper": decode_hopper_kernel,
     "hopper_narrow": decode_hopper_narrow_kernel,
 }
+
+
+# What the kernels point to, in the order of a bound call's addresses.
+_NAMES = (
+    *("q", "kv_cache", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "q_scale", "kv_scale"),
+    *("out", "lse", "part_out", "part_lse", "spans"),
+)
 
 
 def mla_decode(
@@ -51,16 +68,97 @@ def mla_decode(
     Raises:
         BackendUnavailableError: float64, or a width that is no power of two.
     """
-    _require_supported(q, kv_lora_rank, softmax_scale)
-    config = _config(q, kv_cache, max_seqlen_q * q.shape[1], kv_lora_rank)
-    out = q.new_empty(q.shape[0], q.shape[1], kv_lora_rank, dtype=output_dtype(q))
-    lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
-    for launch in decode_launches(
-        q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q, num_kv_splits,
-        softmax_scale, q_scale, kv_scale, out, lse, config, compute_units(q),
-    ):  # fmt: skip
-        launch.run()
-    return out, lse
+    return BoundDecode()(
+        q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, backend_state, max_seqlen_q, num_kv_splits,
+        softmax_scale, q_scale, kv_scale, kv_lora_rank,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What all calls of one signature have in common."""
+
+    device: int
+    tensors: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # out, lse and scratch memory
+    part_lse: int  # byte offsets in the scratch memory
+    spans: int
+    launches: tuple[BoundLaunch, ...]
+
+
+class BoundDecode:
+    """:func:`mla_decode` for calls of one signature: the same shapes, strides, dtypes, devices, alignments, scalars.
+
+    The first call makes the launches; the next ones only allocate, and launch what Triton compiled then. Nothing on
+    the device is kept between calls.
+    """
+
+    def __init__(self) -> None:
+        self._ready: _Ready | None = None
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_last_page_lens: Tensor,
+        backend_state: Sequence[Tensor],
+        max_seqlen_q: int,
+        num_kv_splits: int,
+        softmax_scale: float,
+        q_scale: Tensor | None,
+        kv_scale: Tensor | None,
+        kv_lora_rank: int,
+    ) -> tuple[Tensor, Tensor]:
+        ready = self._ready
+        stream = None if ready is None else bound_stream(ready.device)
+        if ready is None or stream is None:
+            _require_supported(q, kv_lora_rank, softmax_scale)
+            config = _config(q, kv_cache, max_seqlen_q * q.shape[1], kv_lora_rank)
+            out = q.new_empty(q.shape[0], q.shape[1], kv_lora_rank, dtype=output_dtype(q))
+            lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
+            launches = decode_launches(
+                q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q, num_kv_splits,
+                softmax_scale, q_scale, kv_scale, out, lse, config, compute_units(q),
+            )  # fmt: skip
+            compiled = [launch.run() for launch in launches]
+            if None not in compiled:
+                self._ready = _bind(launches, compiled, out, lse)
+            return out, lse
+        out, lse, scratch = [empty_strided(*layout) for layout in ready.tensors]
+        base = scratch.data_ptr()
+        addresses = (
+            q.data_ptr(),
+            kv_cache.data_ptr(),
+            qo_indptr.data_ptr(),
+            kv_indptr.data_ptr(),
+            kv_indices.data_ptr(),
+            kv_last_page_lens.data_ptr(),
+            None if q_scale is None else q_scale.data_ptr(),
+            None if kv_scale is None else kv_scale.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            base,
+            base + ready.part_lse,
+            base + ready.spans,
+        )
+        for launch in ready.launches:
+            launch(stream, addresses)
+        return out, lse
+
+
+def _bind(launches: Sequence[Launch], compiled: Sequence[Any], out: Tensor, lse: Tensor) -> _Ready:
+    scratch = launches[0].args
+    words = scratch["part_out"].untyped_storage().nbytes() // 4
+    results = [(tuple(x.shape), x.stride(), x.dtype) for x in (out, lse)]
+    return _Ready(
+        device=out.device.index,
+        tensors=(*results, ((words,), (1,), torch.float32)),
+        part_lse=scratch["part_lse"].storage_offset() * 4,
+        spans=scratch["spans"].storage_offset() * 4,
+        launches=tuple(BoundLaunch(launch, code, _NAMES) for launch, code in zip(launches, compiled, strict=True)),
+    )
 
 
 def decode_launches(
@@ -87,9 +185,7 @@ def decode_launches(
     tiles = -(-rows // config.block_m)
     share = units * config.programs_per_unit // tiles
     programs = num_kv_splits * num_requests if num_kv_splits else max(1, share)
-    part_out = q.new_empty(tiles, programs, 2, config.block_m, rank, dtype=torch.float32)
-    part_lse = q.new_empty(tiles, programs, 2, config.block_m, dtype=torch.float32)
-    spans = q.new_empty(tiles, num_requests, 2, dtype=torch.int32)
+    part_out, part_lse, spans = _scratch(q, (tiles, programs, 2, config.block_m, rank), num_requests)
     plan = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_last_page_lens": kv_last_page_lens}
     results = {"out": out, "lse": lse, "part_out": part_out, "part_lse": part_lse, "spans": spans}
     sizes = {"num_requests": num_requests, "num_heads": num_heads, "max_seqlen_q": max_seqlen_q}
@@ -149,6 +245,15 @@ def _merge_shape(requests: int, rows: int, programs: int, rank: int) -> tuple[in
     if requests * 8 <= programs:
         return 1, 32, min(rank, 256)
     return (1, 4, rank) if requests * rows <= 1024 else (8, 1, rank)
+
+
+def _scratch(q: Tensor, parts: tuple[int, ...], num_requests: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``part_out`` of shape ``parts``, ``part_lse`` and ``spans`` in one allocation; each starts at 16 bytes."""
+    rows = math.prod(parts[:-1])
+    spans = parts[0] * num_requests * 2
+    memory = q.new_empty(rows * parts[-1] + rows + spans, dtype=torch.float32)
+    part_out, part_lse, rest = torch.split(memory, [rows * parts[-1], rows, spans])
+    return part_out.view(parts), part_lse.view(parts[:-1]), rest.view(torch.int32).view(parts[0], num_requests, 2)
 
 
 def _config(q: Tensor, kv_cache: Tensor, rows: int, rank: int) -> DecodeConfig:

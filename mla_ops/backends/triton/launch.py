@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mla_ops.errors import BackendUnavailableError
 
-__all__ = ["Launch", "arch_of", "arch_of_device", "compute_units", "is_power_of_two", "refuse"]
+__all__ = [
+    "BoundLaunch",
+    "Launch",
+    "arch_of",
+    "arch_of_device",
+    "bound_stream",
+    "compute_units",
+    "empty_strided",
+    "is_power_of_two",
+    "refuse",
+]
+
+empty_strided: Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor] = getattr(
+    torch._C._dynamo.guards,
+    "_empty_strided_cuda",
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"),
+)
+"""A tensor on the current device. What Inductor's code allocates with costs a third of ``torch.empty``."""
 
 # Programs that share the work where there is no device to count: enough to split requests, few enough to interpret.
 _INTERPRETED_UNITS = 6
@@ -59,20 +77,29 @@ class Launch:
                 parts.append(f"{name}={value}")
         return " ".join(parts)
 
-    def run(self) -> None:
-        """Launch on the current stream.
+    def run(self) -> Any:
+        """Launch on the current stream of the tensors' device; what Triton compiled, None where it keeps nothing.
 
-        Triton binds, specialises and hashes some thirty arguments at each launch, in Python: most of the host time of
-        an eager decode. So what it compiled is kept by a key of our own, and launched with the arguments as they are.
+        Triton binds, specialises and hashes some thirty arguments at each launch, in Python. So what it compiled is
+        kept by a key of our own, and launched with the arguments as they are. What makes the same launch at each step
+        binds it, and saves this key too: :class:`BoundLaunch`.
         """
+        device = next((x.device for x in self.args.values() if isinstance(x, Tensor)), None)
+        if device is not None and device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):  # Triton launches on the current device, wherever the tensors are
+                return self._run()
+        return self._run()
+
+    def _run(self) -> Any:
         key, values = self._specialization()
         compiled = _COMPILED.get(key) if key else None
         if compiled is not None:
             compiled[(*self.grid, 1, 1)[:3]](*values)
-            return
+            return compiled
         compiled = self.kernel[self.grid](**self.args, **self.options)
         if key and compiled is not None:
             _COMPILED[key] = compiled
+        return compiled if key else None
 
     def _specialization(self) -> tuple[tuple[Any, ...], list[Any]]:
         """A key that is at least as fine as Triton's, and the arguments in order; () where Triton must do it.
@@ -92,7 +119,7 @@ class Launch:
             elif exempt:
                 key.append(type(value) if isinstance(value, float) else -(2**31) <= value < 2**31)
             elif isinstance(value, TensorDescriptor):
-                return (), []
+                key += (value.base.dtype, *value.block_shape)
             else:
                 key.append(value)
         return tuple(key), values
@@ -100,6 +127,59 @@ class Launch:
     def compile(self) -> Any:
         """Compile for the active driver's target without running; the compiled kernel."""
         return self.kernel.warmup(**self.args, grid=self.grid, **self.options)
+
+
+class BoundLaunch:
+    """What Triton compiled for a launch, to be launched again with the same grid and scalars over other addresses.
+
+    The caller answers for what the code was made for: dtypes, and addresses of 16 bytes where they were so before.
+    (Code for AMD may have offsets of 32 bits where a tensor is below 2 GiB. They follow from shapes and strides: with
+    the same ones they fit again.)
+
+    Args:
+        launch: the launch; its kernel has its pointers first.
+        compiled: what ``launch.run()`` returned.
+        names: what a call will give the addresses of, in order.
+
+    Raises:
+        KeyError: the kernel points to something that is not in ``names``.
+    """
+
+    __slots__ = ("_compiled", "_grid", "_pick", "_rest")
+
+    def __init__(self, launch: Launch, compiled: Any, names: Sequence[str]) -> None:
+        order = [name for name, _ in _parameters(launch.kernel)]
+        place = {name: i for i, name in enumerate(names)}
+        pointers = [name for name in order if name in place or isinstance(launch.args[name], Tensor)]
+        assert order[: len(pointers)] == pointers, f"{launch.name} must have its pointers first"
+        self._compiled = compiled
+        self._grid = (*launch.grid, 1, 1)[:3]
+        places = [place[name] for name in pointers]
+        # An itemgetter of one place gives what is there, of more a tuple
+        self._pick = itemgetter(*places) if len(places) > 1 else lambda addresses: [addresses[i] for i in places]
+        self._rest = tuple(launch.args[name] for name in order[len(pointers) :])
+
+    def __call__(self, stream: int, addresses: Sequence[int | None]) -> None:
+        """Launch on ``stream``, one of :func:`bound_stream`."""
+        compiled = self._compiled
+        compiled.run(
+            *self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *self._pick(addresses), *self._rest,
+        )  # fmt: skip
+
+
+def bound_stream(device: int) -> int | None:
+    """The current stream for bound launches on ``device``; None where they may not be used.
+
+    They go where :meth:`Launch.run` would: to the current device; and past Triton's launch hooks (a profiler's).
+    """
+    runtime = triton.knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return None
+    if torch.cuda.current_device() != device:
+        return None
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 @functools.cache

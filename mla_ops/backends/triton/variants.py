@@ -11,6 +11,7 @@ from mla_ops.backends.triton.configs import decode_config, prefill_config
 from mla_ops.backends.triton.decode import decode_launches
 from mla_ops.backends.triton.launch import Launch
 from mla_ops.backends.triton.merge import merge_launch
+from mla_ops.backends.triton.plan_kernels import plan_variants
 from mla_ops.backends.triton.prefill import prefill_launch
 from mla_ops.config import MLAConfig
 from mla_ops.validation import FLOAT8_DTYPES
@@ -53,6 +54,7 @@ def variants(
             for launch in _paged(config, dtype, kv_dtype, page_size, query_len, arch)
         ),
         *_unpaged(config, dtype, arch),
+        *plan_variants(query_len),
     ]
 
 

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from mla_ops.backends.triton.cache import gather_latent_cache, write_latent_cache
 from mla_ops.backends.triton.decode import mla_decode
+from mla_ops.backends.triton.heads import absorb_query, expand_values
 from mla_ops.backends.triton.merge import merge_attn_states
 from mla_ops.backends.triton.prefill import mla_prefill
+from mla_ops.backends.triton.rows import norm_rope_write, rms_norm
 from mla_ops.backends.triton.variants import variants
 
-__all__ = ["gather_latent_cache", "merge_attn_states", "mla_decode", "mla_prefill", "variants", "write_latent_cache"]
+__all__ = [
+    "absorb_query",
+    "expand_values",
+    "gather_latent_cache",
+    "merge_attn_states",
+    "mla_decode",
+    "mla_prefill",
+    "norm_rope_write",
+    "rms_norm",
+    "variants",
+    "write_latent_cache",
+]

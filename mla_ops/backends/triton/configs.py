@@ -12,7 +12,19 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["DECODE", "PREFILL", "DecodeConfig", "PrefillConfig", "decode_config", "prefill_config"]
+__all__ = [
+    "ABSORB",
+    "DECODE",
+    "EXPAND",
+    "PREFILL",
+    "DecodeConfig",
+    "HeadConfig",
+    "PrefillConfig",
+    "decode_config",
+    "head_configs",
+    "pdl_options",
+    "prefill_config",
+]
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,27 @@ class PrefillConfig:
     extra: tuple[tuple[str, int], ...] = ()
 
 
+@dataclass(frozen=True)
+class HeadConfig:
+    """How ``absorb_query`` or ``expand_values`` runs: a product of one head's rows and weight per program.
+
+    Attributes:
+        block_t: tokens of a tile.
+        block_n: columns of a tile.
+        block_k: of the summed dim, at a time.
+        num_warps: warps of a program.
+        num_stages: software pipeline depth.
+        extra: further compile options of the target.
+    """
+
+    block_t: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    extra: tuple[tuple[str, int], ...] = ()
+
+
 _GFX942 = (("waves_per_eu", 1), ("matrix_instr_nonkdim", 16), ("kpack", 2))
 _GFX950 = (("waves_per_eu", 1), ("matrix_instr_nonkdim", 16))
 
@@ -95,6 +128,30 @@ PREFILL: Mapping[tuple[str, str], PrefillConfig] = MappingProxyType(
 )
 
 
+# (arch, kind of operand) -> configs by rising tile of tokens: the first that holds the step's tokens is taken.
+ABSORB: Mapping[tuple[str, str], tuple[HeadConfig, ...]] = MappingProxyType(
+    {
+        ("sm_90", "half"): (HeadConfig(16, 128, 128, 4, 2), HeadConfig(64, 128, 128, 4, 2)),
+        ("gfx942", "half"): (HeadConfig(16, 64, 64, 4, 2, _GFX942), HeadConfig(64, 64, 64, 4, 2, _GFX942)),
+        ("gfx950", "half"): (HeadConfig(16, 64, 64, 4, 2, _GFX950), HeadConfig(64, 64, 64, 4, 2, _GFX950)),
+        ("*", "half"): (HeadConfig(16, 64, 64, 4, 2), HeadConfig(64, 64, 64, 4, 2)),
+        ("*", "float"): (HeadConfig(16, 32, 32, 4, 1),),
+    }
+)
+EXPAND: Mapping[tuple[str, str], tuple[HeadConfig, ...]] = MappingProxyType(
+    {
+        ("sm_90", "half"): (HeadConfig(16, 32, 512, 4, 1), HeadConfig(64, 64, 128, 4, 3)),
+        ("gfx942", "half"): (HeadConfig(16, 32, 128, 4, 2, _GFX942), HeadConfig(64, 64, 64, 4, 2, _GFX942)),
+        ("gfx950", "half"): (HeadConfig(16, 32, 128, 4, 2, _GFX950), HeadConfig(64, 64, 64, 4, 2, _GFX950)),
+        ("*", "half"): (HeadConfig(16, 32, 128, 4, 2), HeadConfig(64, 64, 64, 4, 2)),
+        ("*", "float"): (HeadConfig(16, 32, 32, 4, 1),),
+    }
+)
+
+# Where a kernel may start before the one in front of it has ended (programmatic dependent launch).
+_PDL = frozenset({"sm_90"})
+
+
 def _kind(dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
     if dtype == torch.float32:
         return "float"
@@ -116,3 +173,16 @@ def prefill_config(arch: str, dtype: torch.dtype) -> PrefillConfig:
     """The row for an architecture and dtype, or the safe one."""
     kind = _kind(dtype, dtype)
     return PREFILL.get((arch, kind)) or PREFILL["*", kind]
+
+
+def head_configs(
+    table: Mapping[tuple[str, str], tuple[HeadConfig, ...]], arch: str, dtype: torch.dtype
+) -> tuple[HeadConfig, ...]:
+    """The rows of :data:`ABSORB` or :data:`EXPAND` for an architecture and dtype, or the safe ones."""
+    kind = _kind(dtype, dtype)
+    return table.get((arch, kind)) or table["*", kind]
+
+
+def pdl_options(arch: str) -> Mapping[str, bool]:
+    """Launch options of a kernel that waits for its inputs itself; empty where that cannot be."""
+    return {"launch_pdl": True} if arch in _PDL else {}

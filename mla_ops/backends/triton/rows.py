@@ -1,0 +1,224 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""What is done to each token's row on the way into attention: norm, rotation, cache write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_ops.backends.triton.cache import stored
+from mla_ops.backends.triton.configs import pdl_options
+from mla_ops.backends.triton.launch import Launch, arch_of, refuse
+from mla_ops.validation import FLOAT8_DTYPES
+
+__all__ = ["cos_sin", "norm_rope_write", "norm_rope_write_launch", "rms_norm", "rms_norm_launch"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm of rows. See :func:`mla_ops.rms_norm`."""
+    _require_supported(x)
+    out = x.new_empty(x.shape)
+    rms_norm_launch(x, weight, eps, out, arch_of(x)).run()
+    return out
+
+
+def rms_norm_launch(x: Tensor, weight: Tensor, eps: float, out: Tensor, arch: str) -> Launch:
+    """The launch of a norm: one program a row."""
+    width = x.shape[1]
+    block = triton.next_power_of_2(width)
+    args = {
+        "x": x,
+        "weight": weight,
+        "out": out,
+        "eps": eps,
+        "stride_x": x.stride(0),
+        "W": width,
+        "BLOCK": block,
+        "PDL": bool(pdl := pdl_options(arch)),
+    }
+    return Launch(rms_norm_kernel, (x.shape[0],), args, {"num_warps": _warps(block), **pdl})
+
+
+def _warps(block: int) -> int:
+    """So many that a lane has eight elements, or sixteen of a row above 4096."""
+    return max(1, min(16, block // 256))
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, weight, out, eps, stride_x, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    gain = tl.load(weight + column, mask=column < W, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    value = tl.load(x + row * stride_x + column, mask=column < W, other=0.0)
+    tl.store(out + row * W + column, _normed(value, gain, eps, W).to(out.dtype.element_ty), mask=column < W)
+
+
+@triton.jit
+def _normed(value, gain, eps, W: tl.constexpr):
+    """float32; value is 0 outside the row."""
+    value = value.to(tl.float32)
+    return value * tl.rsqrt(tl.sum(value * value, 0) / W + eps) * gain.to(tl.float32)
+
+
+def norm_rope_write(
+    q_a: Tensor,
+    latent: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    rope_scale: float,
+    interleave: bool,
+    kv_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Norm and rotate the rows of the two down-projections, and write the latent ones to the cache. See
+    :func:`mla_ops.norm_rope_write`."""
+    _require_supported(latent)
+    arch = arch_of(latent)
+    q_out, row = q_a.new_empty(q_a.shape), latent.new_empty(latent.shape)
+    norm_rope_write_launch(
+        q_a, latent, q_weight, kv_weight, positions, inv_freq, kv_cache, slot_mapping, eps, rope_scale, interleave,
+        kv_scale, q_out, row, arch,
+    ).run()  # fmt: skip
+    return q_out, row
+
+
+def norm_rope_write_launch(
+    q_a: Tensor,
+    latent: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    rope_scale: float,
+    interleave: bool,
+    kv_scale: Tensor | None,
+    q_out: Tensor,
+    row: Tensor,
+    arch: str,
+) -> Launch:
+    """The launch into ``q_out`` [T, Q], ``row`` [T, D] and the cache: two programs a token, one where Q is 0."""
+    num_pages, page_size, latent_dim = kv_cache.shape
+    tokens, width = q_a.shape
+    pairs = inv_freq.shape[0]
+    rank = latent_dim - 2 * pairs
+    block = triton.next_power_of_2(max(width, rank))
+    args: dict[str, Any] = {
+        "q_a": q_a,
+        "latent": latent,
+        "q_weight": q_weight,
+        "kv_weight": kv_weight,
+        "positions": positions,
+        "inv_freq": inv_freq,
+        "kv_cache": kv_cache,
+        "slot_mapping": slot_mapping,
+        "kv_scale": kv_scale if kv_cache.dtype in FLOAT8_DTYPES else None,
+        "q_out": q_out,
+        "row": row,
+        "eps": eps,
+        "rope_scale": rope_scale,
+        "num_slots": num_pages * page_size,
+        "page_size": max(page_size, 1),
+        "stride_q": q_a.stride(0),
+        "stride_latent": latent.stride(0),
+        "stride_page": kv_cache.stride(0),
+        "stride_row": kv_cache.stride(1),
+        "Q": width,
+        "R": rank,
+        "PAIRS": pairs,
+        "INTERLEAVE": interleave,
+        "BLOCK_Q": triton.next_power_of_2(max(width, 1)),
+        "BLOCK_R": triton.next_power_of_2(rank),
+        "BLOCK_PAIRS": triton.next_power_of_2(max(pairs, 1)),
+        "LIMIT": torch.finfo(kv_cache.dtype).max,
+        "PDL": bool(pdl := pdl_options(arch)),
+    }
+    grid = (tokens, 2 if width else 1)
+    return Launch(norm_rope_write_kernel, grid, args, {"num_warps": _warps(block), **pdl})
+
+
+@triton.jit
+def cos_sin(angle):
+    """cos and sin of float32 radians to float32's precision, at any position.
+
+    The angle is reduced in float64, to a quarter turn: the libraries' own reduction of large angles keeps a table on
+    the stack. Then the polynomials of Cephes' sinf.c and cosf.c.
+    """
+    quarters = angle.to(tl.float64) * 0.63661977236758134308
+    whole = tl.floor(quarters + 0.5)
+    x = ((quarters - whole) * 1.57079632679489661923).to(tl.float32)
+    quadrant = whole.to(tl.int32) & 3
+    z = x * x
+    sine = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * x + x
+    cosine = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
+    swapped = (quadrant & 1) == 1
+    cos, sin = tl.where(swapped, sine, cosine), tl.where(swapped, cosine, sine)
+    return tl.where((quadrant == 1) | (quadrant == 2), -cos, cos), tl.where(quadrant >= 2, -sin, sin)
+
+
+@triton.jit(do_not_specialize=["num_slots", "page_size"])
+def norm_rope_write_kernel(
+    q_a, latent, q_weight, kv_weight, positions, inv_freq, kv_cache, slot_mapping, kv_scale, q_out, row,
+    eps, rope_scale, num_slots, page_size, stride_q, stride_latent, stride_page, stride_row,
+    Q: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_PAIRS: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 1:
+        column = tl.arange(0, BLOCK_Q)
+        value = tl.load(q_a + token * stride_q + column, mask=column < Q, other=0.0)
+        gain = tl.load(q_weight + column, mask=column < Q, other=0.0)
+        tl.store(q_out + token * Q + column, _normed(value, gain, eps, Q).to(q_out.dtype.element_ty), mask=column < Q)
+    else:
+        slot = tl.load(slot_mapping + token)
+        writes = (slot >= 0) & (slot < num_slots)
+        slot = tl.where(writes, slot, 0)
+        target = kv_cache + slot // page_size * stride_page + slot % page_size * stride_row
+        source = latent + token * stride_latent
+        result = row + token * (R + 2 * PAIRS)
+        column = tl.arange(0, BLOCK_R)
+        value = tl.load(source + column, mask=column < R, other=0.0)
+        gain = tl.load(kv_weight + column, mask=column < R, other=0.0)
+        normed = _normed(value, gain, eps, R).to(row.dtype.element_ty)
+        tl.store(result + column, normed, mask=column < R)
+        tl.store(target + column, stored(normed, kv_scale, kv_cache, LIMIT), mask=column < tl.where(writes, R, 0))
+        if PAIRS > 0:
+            pair = tl.arange(0, BLOCK_PAIRS)
+            live = pair < PAIRS
+            written = pair < tl.where(writes, PAIRS, 0)
+            first = R + pair * 2 if INTERLEAVE else R + pair
+            second = first + (1 if INTERLEAVE else PAIRS)
+            position = tl.load(positions + token).to(tl.float32)
+            cos, sin = cos_sin(position * tl.load(inv_freq + pair, mask=live, other=0.0))
+            a = tl.load(source + first, mask=live, other=0.0).to(tl.float32) * rope_scale
+            b = tl.load(source + second, mask=live, other=0.0).to(tl.float32) * rope_scale
+            turned_a = (a * cos - b * sin).to(row.dtype.element_ty)
+            turned_b = (b * cos + a * sin).to(row.dtype.element_ty)
+            tl.store(result + first, turned_a, mask=live)
+            tl.store(result + second, turned_b, mask=live)
+            tl.store(target + first, stored(turned_a, kv_scale, kv_cache, LIMIT), mask=written)
+            tl.store(target + second, stored(turned_b, kv_scale, kv_cache, LIMIT), mask=written)
+
+
+def _require_supported(x: Tensor) -> None:
+    if x.dtype == torch.float64:
+        raise refuse("the kernels compute in float32 and the rows are float64")

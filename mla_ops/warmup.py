@@ -29,6 +29,7 @@ from capture import (
 )
 from mla_ops.backends.select import Choice, select
 from mla_ops.config import PRESETS, MLAConfig
+from mla_ops.functional import rms_norm
 from mla_ops.integrations.aiter_units import aiter_fields, aiter_units
 from mla_ops.kv_cache import PagedLatentCache
 from mla_ops.module import DeepseekMLA, compile_layers
@@ -55,7 +56,13 @@ class MLABlock(nn.Module):
 
     def forward(self, hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, plan: DecodeMetadata) -> Tensor:
         """``[T, hidden_size]`` to ``[T, hidden_size]``; see :meth:`mla_ops.DeepseekMLA.forward`."""
-        attended: Tensor = self.self_attn(self.input_layernorm(hidden_states), positions, kv_cache, plan)
+        norm = self.input_layernorm
+        if self.self_attn.fuses(hidden_states, plan.backend):
+            assert norm.eps is not None
+            normed = rms_norm(hidden_states, norm.weight, eps=norm.eps, backend="triton")
+        else:
+            normed = norm(hidden_states)
+        attended: Tensor = self.self_attn(normed, positions, kv_cache, plan)
         return hidden_states + attended
 
 

@@ -33,7 +33,8 @@ def assert_as_reference(op: str, *args: Any) -> None:
     """``op`` by the kernels, by the reference, and by the reference in float64."""
     found, low = (getattr(OPS, op)(*args, backend) for backend in ("triton", "reference"))
     exact = getattr(OPS, op)(
-        *(x.double() if isinstance(x, Tensor) and x.ndim > 1 or i == 1 else x for i, x in enumerate(args)), "reference"
+        *(x.double() if (isinstance(x, Tensor) and x.ndim > 1) or i == 1 else x for i, x in enumerate(args)),
+        "reference",
     )
     assert found.shape == low.shape
     assert found.is_contiguous()
@@ -81,7 +82,7 @@ def test_norm_rope_write(width: int, rank: int, rope: int, interleave: bool, dev
     results = []
     for backend, dtype in (("triton", torch.float32), ("reference", torch.float32), ("reference", torch.float64)):
         q_a, latent = both[:, :width].to(dtype), both[:, width:].to(dtype)
-        cache = before.to(dtype)
+        cache = before.to(dtype, copy=True)
         made = OPS.norm_rope_write(
             q_a, latent, q_weight.to(dtype), kv_weight.to(dtype), positions, frequencies(rope, device), cache, slots,
             1e-6, 1.25, interleave, None, backend,

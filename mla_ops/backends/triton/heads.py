@@ -125,7 +125,7 @@ def absorb_kernel(
         tl.store(target + column[None, :], sums.to(out.dtype.element_ty), mask=mask)
     else:
         pair = tl.arange(0, BLOCK_PAIRS)
-        mask = live[:, None] & (pair < PAIRS)[None, :]
+        rotated = live[:, None] & (pair < PAIRS)[None, :]
         frequency = tl.load(inv_freq + pair, mask=pair < PAIRS, other=0.0)
         first = pair * 2 if INTERLEAVE else pair
         second = first + (1 if INTERLEAVE else PAIRS)
@@ -133,13 +133,13 @@ def absorb_kernel(
             tl.extra.cuda.gdc_wait()
         position = tl.load(positions + token, mask=live, other=0).to(tl.float32)
         cos, sin = cos_sin(position[:, None] * frequency[None, :])
-        a = tl.load(source + N + first[None, :], mask=mask, other=0.0).to(tl.float32) * rope_scale
-        b = tl.load(source + N + second[None, :], mask=mask, other=0.0).to(tl.float32) * rope_scale
+        a = tl.load(source + N + first[None, :], mask=rotated, other=0.0).to(tl.float32) * rope_scale
+        b = tl.load(source + N + second[None, :], mask=rotated, other=0.0).to(tl.float32) * rope_scale
         if SCALED:
             scale = _query_scale(positions, token, live, scaling_beta, scaling_window)[:, None]
             a, b = a * scale, b * scale
-        tl.store(target + R + first[None, :], (a * cos - b * sin).to(out.dtype.element_ty), mask=mask)
-        tl.store(target + R + second[None, :], (b * cos + a * sin).to(out.dtype.element_ty), mask=mask)
+        tl.store(target + R + first[None, :], (a * cos - b * sin).to(out.dtype.element_ty), mask=rotated)
+        tl.store(target + R + second[None, :], (b * cos + a * sin).to(out.dtype.element_ty), mask=rotated)
 
 
 @triton.jit

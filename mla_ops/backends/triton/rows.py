@@ -49,18 +49,12 @@ def _warps(block: int) -> int:
 
 
 @triton.jit
-def rms_norm_kernel(
-    x, weight, out, eps, stride_x, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def rms_norm_kernel(x, weight, out, eps, stride_x, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    gain = tl.load(weight + column, mask=column < W, other=0.0)
-    if PDL:
         tl.extra.cuda.gdc_wait()
-    value = tl.load(x + row * stride_x + column, mask=column < W, other=0.0)
-    tl.store(out + row * W + column, _normed(value, gain, eps, W).to(out.dtype.element_ty), mask=column < W)
+    row = tl.program_id(0).to(tl.int64)
+    _store_normed(x + row * stride_x, weight, out + row * W, eps, W, BLOCK)
 
 
 @triton.jit
@@ -68,6 +62,17 @@ def _normed(value, gain, eps, W: tl.constexpr):
     """float32; value is 0 outside the row."""
     value = value.to(tl.float32)
     return value * tl.rsqrt(tl.sum(value * value, 0) / W + eps) * gain.to(tl.float32)
+
+
+@triton.jit
+def _store_normed(source, weight, target, eps, W: tl.constexpr, BLOCK: tl.constexpr):
+    """Norm a row into ``target``; the normed values, rounded as they are stored."""
+    column = tl.arange(0, BLOCK)
+    value = tl.load(source + column, mask=column < W, other=0.0)
+    gain = tl.load(weight + column, mask=column < W, other=0.0)
+    normed = _normed(value, gain, eps, W).to(target.dtype.element_ty)
+    tl.store(target + column, normed, mask=column < W)
+    return normed
 
 
 def norm_rope_write(
@@ -184,10 +189,7 @@ def norm_rope_write_kernel(
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 1:
-        column = tl.arange(0, BLOCK_Q)
-        value = tl.load(q_a + token * stride_q + column, mask=column < Q, other=0.0)
-        gain = tl.load(q_weight + column, mask=column < Q, other=0.0)
-        tl.store(q_out + token * Q + column, _normed(value, gain, eps, Q).to(q_out.dtype.element_ty), mask=column < Q)
+        _store_normed(q_a + token * stride_q, q_weight, q_out + token * Q, eps, Q, BLOCK_Q)
     else:
         slot = tl.load(slot_mapping + token)
         writes = (slot >= 0) & (slot < num_slots)
@@ -195,16 +197,13 @@ def norm_rope_write_kernel(
         target = kv_cache + slot // page_size * stride_page + slot % page_size * stride_row
         source = latent + token * stride_latent
         result = row + token * (R + 2 * PAIRS)
+        normed = _store_normed(source, kv_weight, result, eps, R, BLOCK_R)
         column = tl.arange(0, BLOCK_R)
-        value = tl.load(source + column, mask=column < R, other=0.0)
-        gain = tl.load(kv_weight + column, mask=column < R, other=0.0)
-        normed = _normed(value, gain, eps, R).to(row.dtype.element_ty)
-        tl.store(result + column, normed, mask=column < R)
-        tl.store(target + column, stored(normed, kv_scale, kv_cache, LIMIT), mask=column < tl.where(writes, R, 0))
+        kept = stored(normed, kv_scale, kv_cache, LIMIT)
+        tl.store(target + column, kept, mask=column < tl.where(writes, R, 0))
         if PAIRS > 0:
             pair = tl.arange(0, BLOCK_PAIRS)
-            live = pair < PAIRS
-            written = pair < tl.where(writes, PAIRS, 0)
+            live, written = pair < PAIRS, pair < tl.where(writes, PAIRS, 0)
             first = R + pair * 2 if INTERLEAVE else R + pair
             second = first + (1 if INTERLEAVE else PAIRS)
             position = tl.load(positions + token).to(tl.float32)

@@ -234,10 +234,7 @@ class DeepseekMLA(nn.Module):
 
     def fuses(self, hidden_states: Tensor, backend: str) -> bool:
         """Whether our kernels around attention serve a call: they have no gradient, and float32 at most."""
-        if backend in ("aiter", "flash_mla"):
-            ours = _HAS_TRITON and hidden_states.is_cuda
-        else:
-            ours = backend == "triton"
+        ours = backend == "triton" or (backend in ("aiter", "flash_mla") and _HAS_TRITON and hidden_states.is_cuda)
         if not ours or hidden_states.dtype == torch.float64:
             return False
         if not torch.is_grad_enabled():

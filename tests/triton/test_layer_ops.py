@@ -32,10 +32,8 @@ def frequencies(rope: int, device: torch.device) -> Tensor:
 def assert_as_reference(op: str, *args: Any) -> None:
     """``op`` by the kernels, by the reference, and by the reference in float64."""
     found, low = (getattr(OPS, op)(*args, backend) for backend in ("triton", "reference"))
-    exact = getattr(OPS, op)(
-        *(x.double() if (isinstance(x, Tensor) and x.ndim > 1) or i == 1 else x for i, x in enumerate(args)),
-        "reference",
-    )
+    weights = {i for i, x in enumerate(args) if isinstance(x, Tensor) and x.dtype == args[0].dtype and i < 2}
+    exact = getattr(OPS, op)(*(x.double() if i in weights else x for i, x in enumerate(args)), "reference")
     assert found.shape == low.shape
     assert found.is_contiguous()
     assert_close_to_reference(found, exact, low)

@@ -139,8 +139,9 @@ class DeepseekMLA(nn.Module):
         config, fused = self.config, self.fuses(hidden_states, plan.backend)
         if fused:
             q, _ = self._project_fused(hidden_states, positions, kv_cache, plan.slot_mapping)
+            beta, window = config.query_scaling
             q = functional.absorb_query(
-                q, self.W_UK, positions, **self._rope_options, **self._query_scaling, backend=_OURS
+                q, self.W_UK, positions, **self._rope_options, scaling_beta=beta, scaling_window=window, backend=_OURS
             )
         else:
             q_nope, q_pe, kv_c, k_pe = self._project(hidden_states, positions)
@@ -270,17 +271,6 @@ class DeepseekMLA(nn.Module):
         rope = self.rotary_emb
         return {"inv_freq": rope.inv_freq, "rope_scale": rope.scaling, "interleave": self.config.rope_interleave}
 
-    @property
-    def _query_scaling(self) -> dict[str, Any]:
-        """Mistral 4's growth of queries past the original context; none where the config has no word for it."""
-        scaling = self.config.rope_scaling
-        if scaling is None or "llama_4_scaling_beta" not in scaling:
-            return {}
-        return {
-            "scaling_beta": float(scaling["llama_4_scaling_beta"]),
-            "scaling_window": int(scaling["original_max_position_embeddings"]),
-        }
-
     def _project(self, hidden_states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``[T, hidden_size]`` to q_nope ``[T, H, N]``, q_pe ``[T, H, P]``, kv_c ``[T, R]``, k_pe ``[T, P]``."""
         config = self.config
@@ -295,8 +285,10 @@ class DeepseekMLA(nn.Module):
 
     def _rope_queries(self, q: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """``[T, H, N + P]`` to q_nope ``[T, H, N]`` and q_pe ``[T, H, P]``, with Mistral 4's scale."""
-        if self._query_scaling:
-            q = q * self._query_scale(positions, **self._query_scaling).to(q.dtype)
+        beta, window = self.config.query_scaling
+        if beta:
+            growth = 1 + beta * torch.log1p((positions // window).float())
+            q = q * growth[:, None, None].to(q.dtype)
         q_nope, q_pe = self._split(q, self.config.qk_nope_head_dim)
         return q_nope, self._rope(q_pe, positions)
 
@@ -304,12 +296,6 @@ class DeepseekMLA(nn.Module):
         if not self.config.qk_rope_head_dim:
             return x
         return apply_rotary(x, *self.rotary_emb(positions), interleave=self.config.rope_interleave)
-
-    @staticmethod
-    def _query_scale(positions: Tensor, scaling_beta: float, scaling_window: int) -> Tensor:
-        """``[T, 1, 1]`` float32, 1 within the original context."""
-        windows = positions // scaling_window
-        return (1 + scaling_beta * torch.log1p(windows.float()))[:, None, None]
 
     def _expand(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
         """Latent rows ``[S, R]``, ``[S, P]`` to k ``[S, H, N + P]`` and v ``[S, H, V]``."""

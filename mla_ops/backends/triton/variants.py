@@ -7,12 +7,15 @@ from collections.abc import Iterable
 import torch
 
 from mla_ops.backends.triton.cache import gather_launch, write_launch
-from mla_ops.backends.triton.configs import decode_config, prefill_config
+from mla_ops.backends.triton.configs import ABSORB, EXPAND, decode_config, head_configs, prefill_config
 from mla_ops.backends.triton.decode import decode_launches
+from mla_ops.backends.triton.heads import absorb_launch, expand_launch
 from mla_ops.backends.triton.launch import Launch
 from mla_ops.backends.triton.merge import merge_launch
 from mla_ops.backends.triton.prefill import prefill_launch
+from mla_ops.backends.triton.rows import norm_rope_write_launch, rms_norm_launch
 from mla_ops.config import MLAConfig
+from mla_ops.rope import attention_scaling
 from mla_ops.validation import FLOAT8_DTYPES
 
 __all__ = ["variants"]
@@ -53,6 +56,7 @@ def variants(
             for launch in _paged(config, dtype, kv_dtype, page_size, query_len, arch)
         ),
         *_unpaged(config, dtype, arch),
+        *_of_layers(config, dtype, arch),
     ]
 
 
@@ -77,7 +81,20 @@ def _paged(
     tokens = _meta(4, config.latent_dim, dtype=dtype)
     write = write_launch(tokens[:, :rank], tokens[:, rank:], cache, _meta(4, dtype=torch.int64), scale)
     gathers = [gather_launch(cache, index, index, lens, index, starts, scale, tokens) for starts in (None, lens)]
-    return [*launches.values(), write, *gathers]
+    return [*launches.values(), write, *gathers, _front(config, cache, scale, arch, dtype)]
+
+
+def _front(config: MLAConfig, cache: torch.Tensor, scale: torch.Tensor | None, arch: str, dtype: torch.dtype) -> Launch:
+    q_a, latent = _meta(4, config.q_lora_rank or 0, dtype=dtype), _meta(4, config.latent_dim, dtype=dtype)
+    index = _meta(4, dtype=torch.int64)
+    return norm_rope_write_launch(
+        q_a, latent, q_a[0], latent[0], index, _frequencies(config), cache, index, config.rms_norm_eps,
+        attention_scaling(config), config.rope_interleave, scale, q_a, latent, arch,
+    )  # fmt: skip
+
+
+def _frequencies(config: MLAConfig) -> torch.Tensor:
+    return _meta(config.qk_rope_head_dim // 2, dtype=torch.float32)
 
 
 def _unpaged(config: MLAConfig, dtype: torch.dtype, arch: str) -> list[Launch]:
@@ -92,4 +109,25 @@ def _unpaged(config: MLAConfig, dtype: torch.dtype, arch: str) -> list[Launch]:
             for causal in (True, False)
         ),
         merge_launch(out, lse, out, lse, out, lse),
+    ]
+
+
+def _of_layers(config: MLAConfig, dtype: torch.dtype, arch: str) -> list[Launch]:
+    """The ops around attention but the one that writes the cache, for each tile of tokens."""
+    heads, rank, rope = config.num_heads, config.kv_lora_rank, config.qk_rope_head_dim
+    weight = _meta(heads, config.qk_nope_head_dim + config.v_head_dim, rank, dtype=dtype)
+    hidden, index = _meta(2, config.hidden_size, dtype=dtype), _meta(2, dtype=torch.int64)
+    q, absorbed = _meta(2, heads, config.qk_head_dim, dtype=dtype), _meta(2, heads, rank + rope, dtype=dtype)
+    latent, values = _meta(2, heads, rank, dtype=dtype), _meta(2, heads * config.v_head_dim, dtype=dtype)
+    w_uk, w_uv = weight[:, : config.qk_nope_head_dim], weight[:, config.qk_nope_head_dim :]
+    return [
+        rms_norm_launch(hidden, hidden[0], config.rms_norm_eps, hidden, arch),
+        *(
+            absorb_launch(
+                *(q, w_uk, index, _frequencies(config), attention_scaling(config), config.rope_interleave),
+                *(*config.query_scaling, absorbed, row, arch),
+            )
+            for row in head_configs(ABSORB, arch, dtype)
+        ),
+        *(expand_launch(latent, w_uv, values, row, arch) for row in head_configs(EXPAND, arch, dtype)),
     ]

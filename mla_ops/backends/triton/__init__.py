@@ -8,12 +8,13 @@ from mla_ops.backends.triton.heads import absorb_query, expand_values
 from mla_ops.backends.triton.merge import merge_attn_states
 from mla_ops.backends.triton.prefill import mla_prefill
 from mla_ops.backends.triton.rows import norm_rope_write, rms_norm
-from mla_ops.backends.triton.variants import variants
+from mla_ops.backends.triton.variants import layer_variants, variants
 
 __all__ = [
     "absorb_query",
     "expand_values",
     "gather_latent_cache",
+    "layer_variants",
     "merge_attn_states",
     "mla_decode",
     "mla_prefill",

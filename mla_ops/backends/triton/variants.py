@@ -18,7 +18,7 @@ from mla_ops.config import MLAConfig
 from mla_ops.rope import attention_scaling
 from mla_ops.validation import FLOAT8_DTYPES
 
-__all__ = ["variants"]
+__all__ = ["layer_variants", "variants"]
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -48,7 +48,7 @@ def variants(
         arch: ``"sm_90"``, ``"gfx942"`` ...: picks the launch configurations. The code is made for the target of
             Triton's active driver.
     """
-    kv_dtype = kv_dtype or dtype
+    kv_dtype, page_sizes = kv_dtype or dtype, tuple(page_sizes)
     return [
         *(
             launch
@@ -56,7 +56,22 @@ def variants(
             for launch in _paged(config, dtype, kv_dtype, page_size, query_len, arch)
         ),
         *_unpaged(config, dtype, arch),
-        *_of_layers(config, dtype, arch),
+        *layer_variants(config, dtype=dtype, kv_dtype=kv_dtype, page_sizes=page_sizes, arch=arch),
+    ]
+
+
+def layer_variants(
+    config: MLAConfig,
+    *,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    page_sizes: Iterable[int] = (64,),
+    arch: str,
+) -> list[Launch]:
+    """Those of :func:`variants` that a layer launches around attention, whatever attention's backend is."""
+    return [
+        *(_front(config, dtype, kv_dtype or dtype, page_size, arch) for page_size in dict.fromkeys(page_sizes)),
+        *_around_heads(config, dtype, arch),
     ]
 
 
@@ -81,10 +96,12 @@ def _paged(
     tokens = _meta(4, config.latent_dim, dtype=dtype)
     write = write_launch(tokens[:, :rank], tokens[:, rank:], cache, _meta(4, dtype=torch.int64), scale)
     gathers = [gather_launch(cache, index, index, lens, index, starts, scale, tokens) for starts in (None, lens)]
-    return [*launches.values(), write, *gathers, _front(config, cache, scale, arch, dtype)]
+    return [*launches.values(), write, *gathers]
 
 
-def _front(config: MLAConfig, cache: torch.Tensor, scale: torch.Tensor | None, arch: str, dtype: torch.dtype) -> Launch:
+def _front(config: MLAConfig, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, arch: str) -> Launch:
+    cache = _meta(4, page_size, config.latent_dim, dtype=kv_dtype)
+    scale = _meta(1, dtype=torch.float32) if kv_dtype in FLOAT8_DTYPES else None
     q_a, latent = _meta(4, config.q_lora_rank or 0, dtype=dtype), _meta(4, config.latent_dim, dtype=dtype)
     index = _meta(4, dtype=torch.int64)
     return norm_rope_write_launch(
@@ -112,8 +129,8 @@ def _unpaged(config: MLAConfig, dtype: torch.dtype, arch: str) -> list[Launch]:
     ]
 
 
-def _of_layers(config: MLAConfig, dtype: torch.dtype, arch: str) -> list[Launch]:
-    """The ops around attention but the one that writes the cache, for each tile of tokens."""
+def _around_heads(config: MLAConfig, dtype: torch.dtype, arch: str) -> list[Launch]:
+    """The norm of a block, and the products per head for each tile of tokens."""
     heads, rank, rope = config.num_heads, config.kv_lora_rank, config.qk_rope_head_dim
     weight = _meta(heads, config.qk_nope_head_dim + config.v_head_dim, rank, dtype=dtype)
     hidden, index = _meta(2, config.hidden_size, dtype=dtype), _meta(2, dtype=torch.int64)

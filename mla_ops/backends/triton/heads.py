@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mla_ops.backends.triton.configs import ABSORB, EXPAND, HeadConfig, head_configs, pdl_options
 from mla_ops.backends.triton.launch import Launch, arch_of, refuse
-from mla_ops.backends.triton.rows import cos_sin
+from mla_ops.backends.triton.rows import cos_sin, fetch
 
 __all__ = ["absorb_launch", "absorb_query", "expand_launch", "expand_values"]
 
@@ -109,9 +109,11 @@ def absorb_kernel(
         column = first_column + tl.arange(0, BLOCK_R)
         k = tl.arange(0, BLOCK_N)
         weights = w_uk + head * stride_w_head + k[:, None] * stride_w_row + column[None, :]
-        weight = tl.load(weights, mask=(k < N)[:, None] & (column < R)[None, :], other=0.0)
         if PDL:
+            line = first_column + tl.arange(0, BLOCK_R // 64 if BLOCK_R >= 64 else 1) * 64
+            fetch(w_uk + head * stride_w_head + k[:, None] * stride_w_row + line[None, :], (k < N)[:, None])
             tl.extra.cuda.gdc_wait()
+        weight = tl.load(weights, mask=(k < N)[:, None] & (column < R)[None, :], other=0.0)
         rows = tl.load(source + k[None, :], mask=live[:, None] & (k < N)[None, :], other=0.0)
         sums = tl.dot(rows, weight, input_precision=PRECISION)
         for done in tl.range(BLOCK_N, N, BLOCK_N):
@@ -199,9 +201,11 @@ def expand_kernel(
     k = tl.arange(0, BLOCK_R)
     source = latent + token[:, None] * stride_token + head * stride_head
     weights = w_uv + head * stride_w_head + column[None, :] * stride_w_row + k[:, None]
-    weight = tl.load(weights, mask=(k < R)[:, None] & (column < V)[None, :], other=0.0)
     if PDL:
+        line = tl.arange(0, BLOCK_R // 64 if BLOCK_R >= 64 else 1) * 64
+        fetch(w_uv + head * stride_w_head + column[:, None] * stride_w_row + line[None, :], (column < V)[:, None])
         tl.extra.cuda.gdc_wait()
+    weight = tl.load(weights, mask=(k < R)[:, None] & (column < V)[None, :], other=0.0)
     rows = tl.load(source + k[None, :], mask=live[:, None] & (k < R)[None, :], other=0.0)
     sums = tl.dot(rows, weight, input_precision=PRECISION)
     for done in tl.range(BLOCK_R, R, BLOCK_R):

@@ -15,7 +15,7 @@ from mla_ops.backends.triton.configs import pdl_options
 from mla_ops.backends.triton.launch import Launch, arch_of, refuse
 from mla_ops.validation import FLOAT8_DTYPES
 
-__all__ = ["cos_sin", "norm_rope_write", "norm_rope_write_launch", "rms_norm", "rms_norm_launch"]
+__all__ = ["cos_sin", "fetch", "norm_rope_write", "norm_rope_write_launch", "rms_norm", "rms_norm_launch"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -156,6 +156,22 @@ def norm_rope_write_launch(
     }
     grid = (tokens, 2 if width else 1)
     return Launch(norm_rope_write_kernel, grid, args, {"num_warps": _warps(block), **pdl})
+
+
+@triton.jit
+def fetch(pointers, mask):
+    """Bring the lines of memory at ``pointers`` to the L2 cache, on CUDA.
+
+    For weights, before a kernel waits for the one in front of it: unlike a load, this may come before a write.
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [pointers.to(tl.int64), mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

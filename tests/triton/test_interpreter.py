@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-FILES = ("test_cache.py", "test_decode.py", "test_layer_ops.py", "test_triton_ops.py", "test_prefill.py")
+FILES = (
+    "test_cache.py",
+    "test_decode.py",
+    "test_fused_layer.py",
+    "test_layer_ops.py",
+    "test_triton_ops.py",
+    "test_prefill.py",
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the files run as they are")

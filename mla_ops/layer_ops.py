@@ -32,6 +32,7 @@ LAYER_SCHEMAS = {
         "(Tensor q, Tensor w_uk, Tensor positions, Tensor inv_freq, float rope_scale, bool interleave,"
         " float scaling_beta=0.0, int scaling_window=1, str backend='reference') -> Tensor"
     ),
+    "linear": "(Tensor x, Tensor weight, Tensor? second=None, str backend='reference') -> Tensor",
     "expand_values": "(Tensor latent, Tensor w_uv, str backend='reference') -> Tensor",
 }
 """Op name to schema."""
@@ -50,6 +51,27 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "reference")
 def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float, backend: str = "reference") -> Tensor:
     validation.check_rms_norm(x, weight)
     return x.new_empty(x.shape)
+
+
+# --- linear -----------------------------------------------------------------------------------------------------
+
+
+def _linear(x: Tensor, weight: Tensor, second: Tensor | None = None, backend: str = "reference") -> Tensor:
+    validation.check_linear(x, weight, second)
+    kernel = backend_kernel("linear", backend)
+    if not x.shape[0]:
+        return _linear_output(x, weight, second)
+    result: Tensor = kernel(x, weight, second)
+    return result
+
+
+def _linear_fake(x: Tensor, weight: Tensor, second: Tensor | None = None, backend: str = "reference") -> Tensor:
+    validation.check_linear(x, weight, second)
+    return _linear_output(x, weight, second)
+
+
+def _linear_output(x: Tensor, weight: Tensor, second: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0] + (0 if second is None else second.shape[0]))
 
 
 # --- norm_rope_write --------------------------------------------------------------------------------------------
@@ -166,6 +188,8 @@ def _register_gradient(library: torch.library.Library, op: str) -> None:
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         transforms.refuse_other_backends(op, inputs[-1])
+        if op == "linear" and inputs[2] is not None and ctx.needs_input_grad[2]:
+            raise InferenceOnlyError("linear has no gradient of a second weight; call it once for each weight")
         ctx.save_for_backward(*inputs[:2])
         ctx.rest = inputs[2:-1]
 
@@ -195,6 +219,7 @@ def _refuse_write_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 _ENTRIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "rms_norm": (_rms_norm, _rms_norm_fake),
+    "linear": (_linear, _linear_fake),
     "norm_rope_write": (_norm_rope_write, _norm_rope_write_fake),
     "absorb_query": (_absorb_query, _absorb_query_fake),
     "expand_values": (_expand_values, _expand_values_fake),
@@ -203,7 +228,7 @@ _ENTRIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 def _register() -> None:
     library = define(LAYER_SCHEMAS, _ENTRIES)
-    for op, rows in (("rms_norm", (0,)), ("absorb_query", (0, 2)), ("expand_values", (0,))):
+    for op, rows in (("rms_norm", (0,)), ("linear", (0,)), ("absorb_query", (0, 2)), ("expand_values", (0,))):
         _register_gradient(library, op)
         _register_vmap(library, op, rows)
     transforms.register_inference_only(library, "norm_rope_write", torch.ops.mla_ops.norm_rope_write.default)

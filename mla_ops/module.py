@@ -166,9 +166,8 @@ class DeepseekMLA(nn.Module):
             backend=plan.backend,
         )
         if fused:
-            values = functional.expand_values(out, self.W_UV, backend=_OURS)
-        else:
-            values = torch.bmm(out.transpose(0, 1), self.W_UV.mT).transpose(0, 1).flatten(1)  # [T, H * V]
+            return _product(self.o_proj, functional.expand_values(out, self.W_UV, backend=_OURS))
+        values = torch.bmm(out.transpose(0, 1), self.W_UV.mT).transpose(0, 1).flatten(1)  # [T, H * V]
         output: Tensor = self.o_proj(values)
         return output
 
@@ -246,9 +245,13 @@ class DeepseekMLA(nn.Module):
         self, hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> tuple[Tensor, Tensor]:
         """``[T, hidden_size]`` to queries ``[T, H, N + P]`` without position and latent rows ``[T, D]``, written."""
-        latent = self.kv_a_proj_with_mqa(hidden_states)
         has_lora = self.config.q_lora_rank is not None
-        q_a = self.q_a_proj(hidden_states) if has_lora else latent[:, :0]
+        if has_lora and _is_plain(self.q_a_proj) and _is_plain(self.kv_a_proj_with_mqa):
+            both = functional.linear(hidden_states, self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight, backend=_OURS)
+            q_a, latent = self._split(both, self.q_a_proj.out_features)
+        else:
+            latent = _product(self.kv_a_proj_with_mqa, hidden_states)
+            q_a = self.q_a_proj(hidden_states) if has_lora else latent[:, :0]
         weight = self.kv_a_layernorm.weight
         q_a, rows = functional.norm_rope_write(
             q_a,
@@ -263,7 +266,7 @@ class DeepseekMLA(nn.Module):
             **self._rope_options,
             backend=_OURS,
         )
-        q = self.q_b_proj(q_a) if has_lora else self.q_proj(hidden_states)
+        q = _product(self.q_b_proj, q_a) if has_lora else _product(self.q_proj, hidden_states)
         return q.view(hidden_states.shape[0], self.num_local_heads, self.config.qk_head_dim), rows
 
     @property
@@ -323,6 +326,20 @@ class DeepseekMLA(nn.Module):
         return self._kv_b_weight().view(
             self.num_local_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank
         )
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether a layer is the product with its weight and nothing else: no bias, hook, shard or subclass."""
+    weight: object = layer.weight
+    bias: object = layer.bias
+    hooks = layer._forward_hooks or layer._forward_pre_hooks
+    return type(layer) is nn.Linear and type(weight) in (Tensor, nn.Parameter) and bias is None and not hooks
+
+
+def _product(layer: nn.Linear, x: Tensor) -> Tensor:
+    """``layer(x)``, by our kernel where that is all that the layer does."""
+    result: Tensor = functional.linear(x, layer.weight, backend=_OURS) if _is_plain(layer) else layer(x)
+    return result
 
 
 def compile_layers(

@@ -18,6 +18,7 @@ __all__ = [
     "check_absorb_query",
     "check_expand_values",
     "check_gather_latent_cache",
+    "check_linear",
     "check_merge_attn_states",
     "check_mla_decode",
     "check_mla_decode_out",
@@ -376,3 +377,12 @@ def check_expand_values(latent: Tensor, w_uv: Tensor) -> None:
     _require_weight("w_uv", w_uv, "[H, v_head_dim, kv_lora_rank]", "latent", latent)
     _require_size("w_uv", w_uv, 0, latent.shape[1], "latent's heads")
     _require_size("w_uv", w_uv, 2, latent.shape[2], "latent's width")
+
+
+def check_linear(x: Tensor, weight: Tensor, second: Tensor | None) -> None:
+    """Refuse what no kernel of ``linear`` may see."""
+    _require_rows("x", x, "[T, K]")
+    for name, tensor in (("weight", weight), ("second", second)):
+        if tensor is not None:
+            _require_weight(name, tensor, "[N, K]", "x", x)
+            _require_size(name, tensor, 1, x.shape[1], "x's width")

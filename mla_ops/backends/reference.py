@@ -14,7 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mla_ops.backends.reference_layer import absorb_query, compute_dtype, expand_values, norm_rope_rows, rms_norm
+from mla_ops.backends.reference_layer import (
+    absorb_query,
+    compute_dtype,
+    expand_values,
+    linear,
+    norm_rope_rows,
+    rms_norm,
+)
 from mla_ops.validation import FLOAT8_DTYPES, output_dtype
 
 __all__ = [
@@ -22,6 +29,7 @@ __all__ = [
     "decode_formula",
     "expand_values",
     "gather_latent_cache",
+    "linear",
     "merge_attn_states",
     "mla_decode",
     "mla_prefill",

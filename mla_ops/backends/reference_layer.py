@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["absorb_query", "compute_dtype", "expand_values", "norm_rope_rows", "rms_norm"]
+__all__ = ["absorb_query", "compute_dtype", "expand_values", "linear", "norm_rope_rows", "rms_norm"]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -22,6 +22,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     value = x.to(compute_dtype(x.dtype))
     value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
     return (value * weight.to(value.dtype)).to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, second: Tensor | None) -> Tensor:
+    """Products with one weight or two, side by side. See :func:`mla_ops.linear`."""
+    weight = weight if second is None else torch.cat([weight, second])
+    compute = compute_dtype(x.dtype)
+    return (x.to(compute) @ weight.mT.to(compute)).to(x.dtype)
 
 
 def norm_rope_rows(

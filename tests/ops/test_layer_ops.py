@@ -28,6 +28,14 @@ def rms_norm(dtype: torch.dtype) -> dict[str, Any]:
     return {"x": torch.randn(TOKENS, WIDTH).to(dtype), "weight": torch.randn(WIDTH).to(dtype), "eps": 1e-5}
 
 
+def linear(dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "x": torch.randn(TOKENS, WIDTH).to(dtype),
+        "weight": torch.randn(4, WIDTH).to(dtype),
+        "second": torch.randn(2, WIDTH).to(dtype),
+    }
+
+
 def norm_rope_write(dtype: torch.dtype) -> dict[str, Any]:
     return {
         "q_a": torch.randn(TOKENS, WIDTH).to(dtype),
@@ -65,10 +73,11 @@ def expand_values(dtype: torch.dtype) -> dict[str, Any]:
 CALLS: dict[str, Callable[[torch.dtype], dict[str, Any]]] = {
     "absorb_query": absorb_query,
     "expand_values": expand_values,
+    "linear": linear,
     "norm_rope_write": norm_rope_write,
     "rms_norm": rms_norm,
 }
-DIFFERENTIABLE = ["absorb_query", "expand_values", "rms_norm"]
+DIFFERENTIABLE = ["absorb_query", "expand_values", "linear", "rms_norm"]
 
 
 def overload(op: str) -> Any:
@@ -184,6 +193,13 @@ def test_expand_values_is_a_product_per_head() -> None:
     assert_matches(mla_ops.expand_values(**call), expected)
 
 
+def test_linear_is_torchs_with_each_weight() -> None:
+    x, weight, second = linear(torch.float32).values()
+    expected = torch.cat([F.linear(x.double(), weight.double()), F.linear(x.double(), second.double())], dim=1)
+    assert_matches(mla_ops.linear(x, weight, second), expected)
+    assert torch.equal(mla_ops.linear(x, weight), mla_ops.linear(x, weight, second)[:, :4])
+
+
 # --- gradients and vmap -----------------------------------------------------------------------------------------
 
 
@@ -218,6 +234,13 @@ def test_a_backend_without_a_backward_refuses_a_gradient(op: str, fake_backend: 
         overload(op)(**call, backend=fake_backend)
 
 
+def test_linear_refuses_a_gradient_of_a_second_weight() -> None:
+    call = linear(torch.float32)
+    call["second"].requires_grad_()
+    with pytest.raises(InferenceOnlyError, match="no gradient of a second weight; call it once for each weight"):
+        mla_ops.linear(**call)
+
+
 @pytest.mark.parametrize("name", ["q_a", "latent", "q_weight", "kv_weight", "kv_cache"])
 def test_norm_rope_write_refuses_a_gradient(name: str) -> None:
     call = norm_rope_write(torch.float32)
@@ -226,7 +249,9 @@ def test_norm_rope_write_refuses_a_gradient(name: str) -> None:
         mla_ops.norm_rope_write(**call)
 
 
-@pytest.mark.parametrize(("op", "rows"), [("absorb_query", (0, 2)), ("expand_values", (0,)), ("rms_norm", (0,))])
+@pytest.mark.parametrize(
+    ("op", "rows"), [("absorb_query", (0, 2)), ("expand_values", (0,)), ("linear", (0,)), ("rms_norm", (0,))]
+)
 def test_vmap_of_calls_that_share_weights_is_a_loop(op: str, rows: tuple[int, ...]) -> None:
     calls = [list(CALLS[op](torch.float32).values()) for _ in range(4)]
     shared = calls[0]
@@ -269,6 +294,7 @@ def test_vmap_of_calls_that_share_weights_is_a_loop(op: str, rows: tuple[int, ..
         ("absorb_query", {"w_uk": torch.zeros(3, 5, 8)}, ValueError, r"w_uk must have 2 \(q's heads\)"),
         ("absorb_query", {"inv_freq": torch.zeros(2).half()}, TypeError, "inv_freq must be float32"),
         ("absorb_query", {"scaling_window": 0}, ValueError, "scaling_window must be at least 1, got 0"),
+        ("linear", {"second": torch.zeros(2, 5)}, ValueError, r"second must have 6 \(x's width\) in dim 1"),
         ("expand_values", {"w_uv": torch.zeros(2, 7, 9)}, ValueError, r"w_uv must have 8 \(latent's width\)"),
         ("expand_values", {"latent": torch.zeros(3, 8, 2).mT}, ValueError, "latent must be dense in its last dim"),
     ],

@@ -46,6 +46,16 @@ def test_rms_norm(width: int, dtype: torch.dtype, device: torch.device) -> None:
     assert_as_reference("rms_norm", rows, torch.randn(width, device=device).to(dtype), 1e-6)
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 17])
+@pytest.mark.parametrize(("width", "first", "second"), [(64, 48, 0), (192, 40, 7), (12, 5, 3)])
+def test_linear(width: int, first: int, second: int, tokens: int, device: torch.device) -> None:
+    x, weight = torch.randn(tokens, width, device=device), torch.randn(first, width, device=device)
+    weights = [weight, *([torch.randn(second, width, device=device)] if second else [])]
+    found, low = (OPS.linear(x, *weights, backend=backend) for backend in ("triton", "reference"))
+    exact = OPS.linear(x.double(), *(x.double() for x in weights))
+    assert_close_to_reference(found, exact, low)
+
+
 @pytest.mark.parametrize("interleave", [True, False], ids=["pairs", "halves"])
 @pytest.mark.parametrize("tokens", [1, 3, 17, 70])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))

@@ -50,15 +50,15 @@ def test_a_step_launches_nothing_that_variants_does_not_list() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["launched", "9", "unlisted", "0"]
+    assert done.stdout.split() == ["launched", "12", "unlisted", "0"]
 
 
 def main() -> None:
     """Record the launches of a decode step at several sizes, as on an H200, without running them."""
-    from mla_ops.backends.triton import cache, decode, heads, launch, merge, prefill, rows, variants
+    from mla_ops.backends.triton import cache, decode, heads, launch, merge, prefill, products, rows, variants
     from mla_ops.warmup import DecodeStep
 
-    for module in (cache, decode, heads, merge, prefill, rows):
+    for module in (cache, decode, heads, merge, prefill, products, rows):
         for name, value in (("arch_of", "sm_90"), ("compute_units", 132)):
             if hasattr(module, name):
                 setattr(module, name, lambda tensor, value=value: value)

@@ -7,6 +7,7 @@ from mla_ops.backends.triton.decode import mla_decode
 from mla_ops.backends.triton.heads import absorb_query, expand_values
 from mla_ops.backends.triton.merge import merge_attn_states
 from mla_ops.backends.triton.prefill import mla_prefill
+from mla_ops.backends.triton.products import linear
 from mla_ops.backends.triton.rows import norm_rope_write, rms_norm
 from mla_ops.backends.triton.variants import layer_variants, variants
 
@@ -15,6 +16,7 @@ __all__ = [
     "expand_values",
     "gather_latent_cache",
     "layer_variants",
+    "linear",
     "merge_attn_states",
     "mla_decode",
     "mla_prefill",

@@ -16,12 +16,15 @@ __all__ = [
     "ABSORB",
     "DECODE",
     "EXPAND",
+    "LINEAR",
     "PREFILL",
     "DecodeConfig",
     "HeadConfig",
+    "LinearConfig",
     "PrefillConfig",
     "decode_config",
     "head_configs",
+    "linear_config",
     "pdl_options",
     "prefill_config",
 ]
@@ -92,6 +95,29 @@ class HeadConfig:
     extra: tuple[tuple[str, int], ...] = ()
 
 
+@dataclass(frozen=True)
+class LinearConfig:
+    """How ``linear`` runs where the rows are few.
+
+    Attributes:
+        most_rows: rows of x up to which our kernel runs; above them torch's product does.
+        block_n: rows of the weight of a program.
+        block_k: of the summed dim, at a time.
+        num_warps: warps of a program.
+        num_stages: software pipeline depth.
+        fetched: columns of each weight row that are brought to the L2 cache before the wait.
+        extra: further compile options of the target.
+    """
+
+    most_rows: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    fetched: int = 0
+    extra: tuple[tuple[str, int], ...] = ()
+
+
 _GFX942 = (("waves_per_eu", 1), ("matrix_instr_nonkdim", 16), ("kpack", 2))
 _GFX950 = (("waves_per_eu", 1), ("matrix_instr_nonkdim", 16))
 
@@ -148,6 +174,14 @@ EXPAND: Mapping[tuple[str, str], tuple[HeadConfig, ...]] = MappingProxyType(
     }
 )
 
+# (arch, kind of operand) -> config. Where there is no row, torch's product runs; "cpu" is the interpreter.
+LINEAR: Mapping[tuple[str, str], LinearConfig] = MappingProxyType(
+    {
+        ("sm_90", "half"): LinearConfig(8, 16, 256, 4, 4, 1024),
+        ("cpu", "float"): LinearConfig(16, 16, 64, 4, 1),
+    }
+)
+
 # Where a kernel may start before the one in front of it has ended (programmatic dependent launch).
 _PDL = frozenset({"sm_90"})
 
@@ -181,6 +215,11 @@ def head_configs(
     """The rows of :data:`ABSORB` or :data:`EXPAND` for an architecture and dtype, or the safe ones."""
     kind = _kind(dtype, dtype)
     return table.get((arch, kind)) or table["*", kind]
+
+
+def linear_config(arch: str, dtype: torch.dtype) -> LinearConfig | None:
+    """The row of :data:`LINEAR`, if there is one."""
+    return LINEAR.get((arch, _kind(dtype, dtype)))
 
 
 def pdl_options(arch: str) -> Mapping[str, bool]:

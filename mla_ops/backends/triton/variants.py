@@ -7,12 +7,20 @@ from collections.abc import Iterable
 import torch
 
 from mla_ops.backends.triton.cache import gather_launch, write_launch
-from mla_ops.backends.triton.configs import ABSORB, EXPAND, decode_config, head_configs, prefill_config
+from mla_ops.backends.triton.configs import (
+    ABSORB,
+    EXPAND,
+    decode_config,
+    head_configs,
+    linear_config,
+    prefill_config,
+)
 from mla_ops.backends.triton.decode import decode_launches
 from mla_ops.backends.triton.heads import absorb_launch, expand_launch
 from mla_ops.backends.triton.launch import Launch
 from mla_ops.backends.triton.merge import merge_launch
 from mla_ops.backends.triton.prefill import prefill_launch
+from mla_ops.backends.triton.products import linear_launch
 from mla_ops.backends.triton.rows import norm_rope_write_launch, rms_norm_launch
 from mla_ops.config import MLAConfig
 from mla_ops.rope import attention_scaling
@@ -72,6 +80,7 @@ def layer_variants(
     return [
         *(_front(config, dtype, kv_dtype or dtype, page_size, arch) for page_size in dict.fromkeys(page_sizes)),
         *_around_heads(config, dtype, arch),
+        *_products(config, dtype, arch),
     ]
 
 
@@ -102,11 +111,19 @@ def _paged(
 def _front(config: MLAConfig, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, arch: str) -> Launch:
     cache = _meta(4, page_size, config.latent_dim, dtype=kv_dtype)
     scale = _meta(1, dtype=torch.float32) if kv_dtype in FLOAT8_DTYPES else None
-    q_a, latent = _meta(4, config.q_lora_rank or 0, dtype=dtype), _meta(4, config.latent_dim, dtype=dtype)
-    index = _meta(4, dtype=torch.int64)
+    width = config.q_lora_rank or 0
+    if config.attention_bias:
+        q_a, latent = _meta(4, width, dtype=dtype), _meta(4, config.latent_dim, dtype=dtype)
+    else:  # one product with both weights
+        both = _meta(4, width + config.latent_dim, dtype=dtype)
+        q_a, latent = both[:, :width], both[:, width:]
+    q_weight, kv_weight, index = (
+        _meta(width, dtype=dtype), _meta(config.kv_lora_rank, dtype=dtype), _meta(4, dtype=torch.int64)
+    )  # fmt: skip
+    q_out, row = _meta(4, width, dtype=dtype), _meta(4, config.latent_dim, dtype=dtype)
     return norm_rope_write_launch(
-        q_a, latent, q_a[0], latent[0], index, _frequencies(config), cache, index, config.rms_norm_eps,
-        attention_scaling(config), config.rope_interleave, scale, q_a, latent, arch,
+        q_a, latent, q_weight, kv_weight, index, _frequencies(config), cache, index, config.rms_norm_eps,
+        attention_scaling(config), config.rope_interleave, scale, q_out, row, arch,
     )  # fmt: skip
 
 
@@ -148,3 +165,22 @@ def _around_heads(config: MLAConfig, dtype: torch.dtype, arch: str) -> list[Laun
         ),
         *(expand_launch(latent, w_uv, values, row, arch) for row in head_configs(EXPAND, arch, dtype)),
     ]
+
+
+def _products(config: MLAConfig, dtype: torch.dtype, arch: str) -> list[Launch]:
+    """The products of few rows with the weights of a layer without bias."""
+    row = linear_config(arch, dtype)
+    if row is None:
+        return []
+    heads, hidden, lora = config.num_heads, config.hidden_size, config.q_lora_rank
+    shapes: list[tuple[int, ...]] = [(lora or hidden, heads * config.qk_head_dim)]  # width, then rows of each weight
+    if not config.attention_bias:
+        shapes.append((hidden, config.latent_dim) if lora is None else (hidden, lora, config.latent_dim))
+        shapes.append((heads * config.v_head_dim, hidden))
+    return [
+        linear_launch(
+            _meta(1, width, dtype=dtype), [_meta(size, width, dtype=dtype) for size in sizes],
+            _meta(1, sum(sizes), dtype=dtype), row, arch,
+        )
+        for width, *sizes in dict.fromkeys(shapes)
+    ]  # fmt: skip

@@ -22,8 +22,9 @@ from mla_ops.backends.triton.rows import fetch
 __all__ = ["linear", "linear_launch"]
 
 
-def linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def linear(x: Tensor, weight: Tensor, second: Tensor | None) -> Tensor:
     """Products with one weight or two, side by side. See :func:`mla_ops.linear`."""
+    weights = [weight] if second is None else [weight, second]
     out = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
     arch = arch_of(x)
     config = linear_config(arch, x.dtype)
@@ -58,11 +59,11 @@ def linear_launch(x: Tensor, weights: Sequence[Tensor], out: Tensor, config: Lin
         "BLOCK_N": config.block_n,
         "BLOCK_K": max(16, min(config.block_k, width & -width)),
         "STAGES": config.num_stages,
-        "LINES": config.fetched // 64,
+        "LINES": min(config.fetched, width & -width) // 64,
         "PRECISION": "ieee",
         "PDL": bool(pdl := pdl_options(arch)),
     }
-    return Launch(linear_kernel, (sum(tiles),), args, {"num_warps": config.num_warps, **pdl})
+    return Launch(linear_kernel, (sum(tiles),), args, {"num_warps": config.num_warps, **dict(config.extra), **pdl})
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -78,7 +79,8 @@ def linear_kernel(
     weight = tl.where(is_second, second, first) + tl.where(live_rows, row, 0)[:, None] * K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        fetch(weight + tl.arange(0, LINES)[None, :] * 64, live_rows[:, None])
+        if LINES > 0:
+            fetch(weight + tl.arange(0, LINES)[None, :] * 64, live_rows[:, None])
         tl.extra.cuda.gdc_wait()
     token = tl.arange(0, BLOCK_T)
     k = tl.arange(0, BLOCK_K)

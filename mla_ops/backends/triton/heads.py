@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mla_ops.backends.triton.configs import ABSORB, EXPAND, HeadConfig, head_configs, pdl_options
 from mla_ops.backends.triton.launch import Launch, arch_of, refuse
-from mla_ops.backends.triton.rows import cos_sin, fetch
+from mla_ops.backends.triton.rows import fetch, load_pairs, rotated, store_pairs, wait_for_inputs
 
 __all__ = ["absorb_launch", "absorb_query", "expand_launch", "expand_values"]
 
@@ -96,8 +96,6 @@ def absorb_kernel(
     SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < num_tokens
     token = token.to(tl.int64)
@@ -112,7 +110,7 @@ def absorb_kernel(
         if PDL:
             line = first_column + tl.arange(0, BLOCK_R // 64 if BLOCK_R >= 64 else 1) * 64
             fetch(w_uk + head * stride_w_head + k[:, None] * stride_w_row + line[None, :], (k < N)[:, None])
-            tl.extra.cuda.gdc_wait()
+            wait_for_inputs()
         weight = tl.load(weights, mask=(k < N)[:, None] & (column < R)[None, :], other=0.0)
         rows = tl.load(source + k[None, :], mask=live[:, None] & (k < N)[None, :], other=0.0)
         sums = tl.dot(rows, weight, input_precision=PRECISION)
@@ -122,32 +120,26 @@ def absorb_kernel(
             rows = tl.load(source + done + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
             sums = tl.dot(rows, weight, sums, input_precision=PRECISION)
         if SCALED:
-            sums *= _query_scale(positions, token, live, scaling_beta, scaling_window)[:, None]
+            position = tl.load(positions + token, mask=live, other=0)
+            sums *= _query_scale(position, scaling_beta, scaling_window)[:, None]
         mask = live[:, None] & (column < R)[None, :]
         tl.store(target + column[None, :], sums.to(out.dtype.element_ty), mask=mask)
     else:
-        pair = tl.arange(0, BLOCK_PAIRS)
-        rotated = live[:, None] & (pair < PAIRS)[None, :]
-        frequency = tl.load(inv_freq + pair, mask=pair < PAIRS, other=0.0)
-        first = pair * 2 if INTERLEAVE else pair
-        second = first + (1 if INTERLEAVE else PAIRS)
         if PDL:
-            tl.extra.cuda.gdc_wait()
-        position = tl.load(positions + token, mask=live, other=0).to(tl.float32)
-        cos, sin = cos_sin(position[:, None] * frequency[None, :])
-        a = tl.load(source + N + first[None, :], mask=rotated, other=0.0).to(tl.float32) * rope_scale
-        b = tl.load(source + N + second[None, :], mask=rotated, other=0.0).to(tl.float32) * rope_scale
+            wait_for_inputs()
+        a, b = load_pairs(source + N, live[:, None], PAIRS, INTERLEAVE, BLOCK_PAIRS)
+        position = tl.load(positions + token, mask=live, other=0)
+        a, b = rotated(a, b, position, inv_freq, rope_scale, PAIRS, BLOCK_PAIRS)
         if SCALED:
-            scale = _query_scale(positions, token, live, scaling_beta, scaling_window)[:, None]
+            scale = _query_scale(position, scaling_beta, scaling_window)[:, None]
             a, b = a * scale, b * scale
-        tl.store(target + R + first[None, :], (a * cos - b * sin).to(out.dtype.element_ty), mask=rotated)
-        tl.store(target + R + second[None, :], (b * cos + a * sin).to(out.dtype.element_ty), mask=rotated)
+        a, b = a.to(out.dtype.element_ty), b.to(out.dtype.element_ty)
+        store_pairs(target + R, a, b, live[:, None], PAIRS, INTERLEAVE, BLOCK_PAIRS)
 
 
 @triton.jit
-def _query_scale(positions, token, live, scaling_beta, scaling_window):
-    window = tl.load(positions + token, mask=live, other=0) // scaling_window
-    return 1.0 + scaling_beta * tl.log(1.0 + window.to(tl.float32))
+def _query_scale(position, scaling_beta, scaling_window):
+    return 1.0 + scaling_beta * tl.log(1.0 + (position // scaling_window).to(tl.float32))
 
 
 def expand_values(latent: Tensor, w_uv: Tensor) -> Tensor:
@@ -191,8 +183,6 @@ def expand_kernel(
     H: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < num_tokens
     token = token.to(tl.int64)
@@ -204,7 +194,7 @@ def expand_kernel(
     if PDL:
         line = tl.arange(0, BLOCK_R // 64 if BLOCK_R >= 64 else 1) * 64
         fetch(w_uv + head * stride_w_head + column[:, None] * stride_w_row + line[None, :], (column < V)[:, None])
-        tl.extra.cuda.gdc_wait()
+        wait_for_inputs()
     weight = tl.load(weights, mask=(k < R)[:, None] & (column < V)[None, :], other=0.0)
     rows = tl.load(source + k[None, :], mask=live[:, None] & (k < R)[None, :], other=0.0)
     sums = tl.dot(rows, weight, input_precision=PRECISION)

@@ -15,7 +15,17 @@ from mla_ops.backends.triton.configs import pdl_options
 from mla_ops.backends.triton.launch import Launch, arch_of, refuse
 from mla_ops.validation import FLOAT8_DTYPES
 
-__all__ = ["cos_sin", "fetch", "norm_rope_write", "norm_rope_write_launch", "rms_norm", "rms_norm_launch"]
+__all__ = [
+    "fetch",
+    "load_pairs",
+    "norm_rope_write",
+    "norm_rope_write_launch",
+    "rms_norm",
+    "rms_norm_launch",
+    "rotated",
+    "store_pairs",
+    "wait_for_inputs",
+]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,8 +61,7 @@ def _warps(block: int) -> int:
 @triton.jit
 def rms_norm_kernel(x, weight, out, eps, stride_x, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     _store_normed(x + row * stride_x, weight, out + row * W, eps, W, BLOCK)
 
@@ -159,6 +168,17 @@ def norm_rope_write_launch(
 
 
 @triton.jit
+def wait_for_inputs():
+    """Wait until all that was launched before is done, on CUDA; then let the next kernel come, up to its own wait.
+
+    In this order a kernel that comes may read, before it waits, whatever the one in front of it does not write:
+    FlashMLA's does. Let in earlier, it would find what kernels before that have not written yet.
+    """
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def fetch(pointers, mask):
     """Bring the lines of memory at ``pointers`` to the L2 cache, on CUDA.
 
@@ -175,7 +195,7 @@ def fetch(pointers, mask):
 
 
 @triton.jit
-def cos_sin(angle):
+def _cos_sin(angle):
     """cos and sin of float32 radians to float32's precision, at any position.
 
     The angle is reduced in float64, to a quarter turn: the libraries' own reduction of large angles keeps a table on
@@ -193,6 +213,43 @@ def cos_sin(angle):
     return tl.where((quadrant == 1) | (quadrant == 2), -cos, cos), tl.where(quadrant >= 2, -sin, sin)
 
 
+@triton.jit
+def load_pairs(source, live, PAIRS: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """The two elements of each pair [T, BLOCK_PAIRS] from rows at ``source`` [T, 1]."""
+    if INTERLEAVE:  # loaded as they lie: strided loads would be laid out with lanes along the tokens
+        column = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
+        both = tl.load(source + column, mask=live & (column < 2 * PAIRS), other=0.0)
+        a, b = tl.split(tl.reshape(both, [source.shape[0], BLOCK_PAIRS, 2]))
+    else:
+        pair = tl.arange(0, BLOCK_PAIRS)[None, :]
+        a = tl.load(source + pair, mask=live & (pair < PAIRS), other=0.0)
+        b = tl.load(source + PAIRS + pair, mask=live & (pair < PAIRS), other=0.0)
+    return a, b
+
+
+@triton.jit
+def store_pairs(target, a, b, live, PAIRS: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """Where :func:`load_pairs` takes them from."""
+    if INTERLEAVE:
+        column = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
+        both = tl.reshape(tl.join(a, b), [target.shape[0], 2 * BLOCK_PAIRS])
+        tl.store(target + column, both, mask=live & (column < 2 * PAIRS))
+    else:
+        pair = tl.arange(0, BLOCK_PAIRS)[None, :]
+        tl.store(target + pair, a, mask=live & (pair < PAIRS))
+        tl.store(target + PAIRS + pair, b, mask=live & (pair < PAIRS))
+
+
+@triton.jit
+def rotated(a, b, position, inv_freq, rope_scale, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """Pairs [T, BLOCK_PAIRS] turned by positions [T], in float32."""
+    pair = tl.arange(0, BLOCK_PAIRS)
+    frequency = tl.load(inv_freq + pair, mask=pair < PAIRS, other=0.0)
+    cos, sin = _cos_sin(position.to(tl.float32)[:, None] * frequency[None, :])
+    a, b = a.to(tl.float32) * rope_scale, b.to(tl.float32) * rope_scale
+    return a * cos - b * sin, b * cos + a * sin
+
+
 @triton.jit(do_not_specialize=["num_slots", "page_size"])
 def norm_rope_write_kernel(
     q_a, latent, q_weight, kv_weight, positions, inv_freq, kv_cache, slot_mapping, kv_scale, q_out, row,
@@ -201,8 +258,7 @@ def norm_rope_write_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_PAIRS: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 1:
         _store_normed(q_a + token * stride_q, q_weight, q_out + token * Q, eps, Q, BLOCK_Q)
@@ -218,20 +274,14 @@ def norm_rope_write_kernel(
         kept = stored(normed, kv_scale, kv_cache, LIMIT)
         tl.store(target + column, kept, mask=column < tl.where(writes, R, 0))
         if PAIRS > 0:
-            pair = tl.arange(0, BLOCK_PAIRS)
-            live, written = pair < PAIRS, pair < tl.where(writes, PAIRS, 0)
-            first = R + pair * 2 if INTERLEAVE else R + pair
-            second = first + (1 if INTERLEAVE else PAIRS)
-            position = tl.load(positions + token).to(tl.float32)
-            cos, sin = cos_sin(position * tl.load(inv_freq + pair, mask=live, other=0.0))
-            a = tl.load(source + first, mask=live, other=0.0).to(tl.float32) * rope_scale
-            b = tl.load(source + second, mask=live, other=0.0).to(tl.float32) * rope_scale
-            turned_a = (a * cos - b * sin).to(row.dtype.element_ty)
-            turned_b = (b * cos + a * sin).to(row.dtype.element_ty)
-            tl.store(result + first, turned_a, mask=live)
-            tl.store(result + second, turned_b, mask=live)
-            tl.store(target + first, stored(turned_a, kv_scale, kv_cache, LIMIT), mask=written)
-            tl.store(target + second, stored(turned_b, kv_scale, kv_cache, LIMIT), mask=written)
+            first = R + tl.arange(0, 1)[:, None]
+            a, b = load_pairs(source + first, first > 0, PAIRS, INTERLEAVE, BLOCK_PAIRS)
+            position = tl.load(positions + token + tl.arange(0, 1))
+            a, b = rotated(a, b, position, inv_freq, rope_scale, PAIRS, BLOCK_PAIRS)
+            a, b = a.to(row.dtype.element_ty), b.to(row.dtype.element_ty)
+            store_pairs(result + first, a, b, first > 0, PAIRS, INTERLEAVE, BLOCK_PAIRS)
+            a, b = stored(a, kv_scale, kv_cache, LIMIT), stored(b, kv_scale, kv_cache, LIMIT)
+            store_pairs(target + first, a, b, first < tl.where(writes, R + 1, 0), PAIRS, INTERLEAVE, BLOCK_PAIRS)
 
 
 def _require_supported(x: Tensor) -> None:

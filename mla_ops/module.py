@@ -66,6 +66,8 @@ class DeepseekMLA(nn.Module):
             self.q_a_layernorm = norm(config.q_lora_rank)
             self.q_b_proj = linear(config.q_lora_rank, heads * config.qk_head_dim, bias=False)
         self.kv_a_proj_with_mqa = linear(config.hidden_size, config.latent_dim, bias=bias)
+        if config.q_lora_rank is not None:
+            _store_together(self.q_a_proj, self.kv_a_proj_with_mqa)
         self.kv_a_layernorm = norm(config.kv_lora_rank)
         self.kv_b_proj: nn.Linear | None = linear(
             config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
@@ -326,6 +328,13 @@ class DeepseekMLA(nn.Module):
         return self._kv_b_weight().view(
             self.num_local_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank
         )
+
+
+def _store_together(first: nn.Linear, second: nn.Linear) -> None:
+    """Put one weight's rows behind the other's, so that ``linear`` may take both as one; separate, they are two."""
+    both = torch.cat([first.weight.detach(), second.weight.detach()])
+    first.weight = nn.Parameter(both[: first.out_features])
+    second.weight = nn.Parameter(both[first.out_features :])
 
 
 def _is_plain(layer: nn.Linear) -> bool:

@@ -50,7 +50,7 @@ def test_a_step_launches_nothing_that_variants_does_not_list() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["launched", "12", "unlisted", "0"]
+    assert done.stdout.split() == ["launched", "13", "unlisted", "0"]
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
                 setattr(module, name, lambda tensor, value=value: value)
     launched = set()
     launch.Launch.run = lambda self: launched.add(specialisation(self))  # type: ignore[method-assign]
-    config = dataclasses.replace(mla_ops.PRESETS["deepseek-v3"], hidden_size=64, q_lora_rank=32)
+    config = dataclasses.replace(mla_ops.PRESETS["deepseek-v3"], hidden_size=512, q_lora_rank=512)
     options = BuildOptions(batch_sizes=(1, 2, 8, 9, 40), dtype="bfloat16", backend="triton", compile=False)
     step = DecodeStep(config, options, 1)
     with torch.no_grad():

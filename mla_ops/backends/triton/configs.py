@@ -24,7 +24,7 @@ __all__ = [
     "PrefillConfig",
     "decode_config",
     "head_configs",
-    "linear_config",
+    "linear_configs",
     "pdl_options",
     "prefill_config",
 ]
@@ -97,25 +97,25 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """How ``linear`` runs where the rows are few.
+    """How ``linear`` runs where the rows are few; above that torch's product does.
 
     Attributes:
-        most_rows: rows of x up to which our kernel runs; above them torch's product does.
+        most_rows: rows of x up to which this serves.
+        least_n: rows of all weights from which this serves.
         block_n: rows of the weight of a program.
         block_k: of the summed dim, at a time.
-        num_warps: warps of a program.
+        num_warps: warps of a program, which share ``block_k``.
         num_stages: software pipeline depth.
         fetched: columns of each weight row that are brought to the L2 cache before the wait.
-        extra: further compile options of the target.
     """
 
     most_rows: int
+    least_n: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
     fetched: int = 0
-    extra: tuple[tuple[str, int], ...] = ()
 
 
 _GFX942 = (("waves_per_eu", 1), ("matrix_instr_nonkdim", 16), ("kpack", 2))
@@ -174,11 +174,16 @@ EXPAND: Mapping[tuple[str, str], tuple[HeadConfig, ...]] = MappingProxyType(
     }
 )
 
-# (arch, kind of operand) -> config. Where there is no row, torch's product runs; "cpu" is the interpreter.
-LINEAR: Mapping[tuple[str, str], LinearConfig] = MappingProxyType(
+# (arch, kind of operand) -> configs, of which the first that serves is taken. Where there is none, torch's product
+# runs; "cpu" is the interpreter.
+LINEAR: Mapping[tuple[str, str], tuple[LinearConfig, ...]] = MappingProxyType(
     {
-        ("sm_90", "half"): LinearConfig(8, 16, 256, 4, 4, 1024),
-        ("cpu", "float"): LinearConfig(16, 16, 64, 4, 1),
+        ("sm_90", "half"): (
+            LinearConfig(1, 4096, 8, 512, 4, 1, 512),
+            LinearConfig(8, 4096, 16, 512, 4, 3, 512),
+            LinearConfig(8, 0, 16, 512, 4, 4, 512),
+        ),
+        ("cpu", "float"): (LinearConfig(1, 0, 4, 32, 4, 1), LinearConfig(8, 0, 16, 64, 2, 1)),
     }
 )
 
@@ -217,9 +222,9 @@ def head_configs(
     return table.get((arch, kind)) or table["*", kind]
 
 
-def linear_config(arch: str, dtype: torch.dtype) -> LinearConfig | None:
-    """The row of :data:`LINEAR`, if there is one."""
-    return LINEAR.get((arch, _kind(dtype, dtype)))
+def linear_configs(arch: str, dtype: torch.dtype) -> tuple[LinearConfig, ...]:
+    """The rows of :data:`LINEAR`, none for most architectures."""
+    return LINEAR.get((arch, _kind(dtype, dtype)), ())
 
 
 def pdl_options(arch: str) -> Mapping[str, bool]:

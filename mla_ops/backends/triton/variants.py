@@ -12,7 +12,7 @@ from mla_ops.backends.triton.configs import (
     EXPAND,
     decode_config,
     head_configs,
-    linear_config,
+    linear_configs,
     prefill_config,
 )
 from mla_ops.backends.triton.decode import decode_launches
@@ -20,7 +20,7 @@ from mla_ops.backends.triton.heads import absorb_launch, expand_launch
 from mla_ops.backends.triton.launch import Launch
 from mla_ops.backends.triton.merge import merge_launch
 from mla_ops.backends.triton.prefill import prefill_launch
-from mla_ops.backends.triton.products import linear_launch
+from mla_ops.backends.triton.products import choose_linear, linear_launch
 from mla_ops.backends.triton.rows import norm_rope_write_launch, rms_norm_launch
 from mla_ops.config import MLAConfig
 from mla_ops.rope import attention_scaling
@@ -169,18 +169,20 @@ def _around_heads(config: MLAConfig, dtype: torch.dtype, arch: str) -> list[Laun
 
 def _products(config: MLAConfig, dtype: torch.dtype, arch: str) -> list[Launch]:
     """The products of few rows with the weights of a layer without bias."""
-    row = linear_config(arch, dtype)
-    if row is None:
-        return []
     heads, hidden, lora = config.num_heads, config.hidden_size, config.q_lora_rank
     shapes: list[tuple[int, ...]] = [(lora or hidden, heads * config.qk_head_dim)]  # width, then rows of each weight
     if not config.attention_bias:
         shapes.append((hidden, config.latent_dim) if lora is None else (hidden, lora, config.latent_dim))
         shapes.append((heads * config.v_head_dim, hidden))
+    configs = linear_configs(arch, dtype)
+    rows = {
+        (shape, choose_linear(configs, row.most_rows, sum(shape[1:]), shape[0])) for shape in shapes for row in configs
+    }
     return [
         linear_launch(
             _meta(1, width, dtype=dtype), [_meta(size, width, dtype=dtype) for size in sizes],
             _meta(1, sum(sizes), dtype=dtype), row, arch,
         )
-        for width, *sizes in dict.fromkeys(shapes)
+        for (width, *sizes), row in sorted(rows, key=repr)
+        if row is not None
     ]  # fmt: skip

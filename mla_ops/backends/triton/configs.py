@@ -166,7 +166,11 @@ ABSORB: Mapping[tuple[str, str], tuple[HeadConfig, ...]] = MappingProxyType(
 )
 EXPAND: Mapping[tuple[str, str], tuple[HeadConfig, ...]] = MappingProxyType(
     {
-        ("sm_90", "half"): (HeadConfig(16, 32, 512, 4, 1), HeadConfig(64, 64, 128, 4, 3)),
+        ("sm_90", "half"): (
+            HeadConfig(16, 64, 256, 4, 2),
+            HeadConfig(64, 64, 128, 4, 3),
+            HeadConfig(128, 128, 64, 8, 4),
+        ),
         ("gfx942", "half"): (HeadConfig(16, 32, 128, 4, 2, _GFX942), HeadConfig(64, 64, 64, 4, 2, _GFX942)),
         ("gfx950", "half"): (HeadConfig(16, 32, 128, 4, 2, _GFX950), HeadConfig(64, 64, 64, 4, 2, _GFX950)),
         ("*", "half"): (HeadConfig(16, 32, 128, 4, 2), HeadConfig(64, 64, 64, 4, 2)),

@@ -274,13 +274,21 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") ->
     return result
 
 
-def linear(x: Tensor, weight: Tensor, second: Tensor | None = None, *, backend: str = "auto") -> Tensor:
-    """``x @ weight.T``, and ``x @ second.T`` beside it: for few rows at the speed of reading the weights.
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    second: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """``x @ weight.T``, ``x @ second.T`` beside it, added to a residual: few rows at the speed of reading weights.
 
     Args:
         x: ``[T, K]`` fp16, bf16 or fp32.
         weight: ``[N, K]`` of x's dtype.
         second: ``[M, K]`` of x's dtype, or ``None``.
+        residual: ``[T, N + M]`` of x's dtype, or ``None``.
         backend: as in :func:`rms_norm`; for many rows ``"triton"`` is torch's own product.
 
     Returns:
@@ -288,9 +296,9 @@ def linear(x: Tensor, weight: Tensor, second: Tensor | None = None, *, backend: 
 
     Raises:
         ValueError, TypeError: as in :func:`mla_decode`.
-        InferenceOnlyError: a gradient is asked of a backend without one, or of ``second``.
+        InferenceOnlyError: a gradient is asked of a backend without one, or of ``second`` or ``residual``.
     """
-    result: Tensor = _ops.linear(x, weight, second, _resolved(backend, x, "layer"))
+    result: Tensor = _ops.linear(x, weight, second, residual, _resolved(backend, x, "layer"))
     return result
 
 

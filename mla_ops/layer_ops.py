@@ -32,7 +32,9 @@ LAYER_SCHEMAS = {
         "(Tensor q, Tensor w_uk, Tensor positions, Tensor inv_freq, float rope_scale, bool interleave,"
         " float scaling_beta=0.0, int scaling_window=1, str backend='reference') -> Tensor"
     ),
-    "linear": "(Tensor x, Tensor weight, Tensor? second=None, str backend='reference') -> Tensor",
+    "linear": (
+        "(Tensor x, Tensor weight, Tensor? second=None, Tensor? residual=None, str backend='reference') -> Tensor"
+    ),
     "expand_values": "(Tensor latent, Tensor w_uv, str backend='reference') -> Tensor",
 }
 """Op name to schema."""
@@ -56,17 +58,19 @@ def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float, backend: str = "refere
 # --- linear -----------------------------------------------------------------------------------------------------
 
 
-def _linear(x: Tensor, weight: Tensor, second: Tensor | None = None, backend: str = "reference") -> Tensor:
-    validation.check_linear(x, weight, second)
+def _linear(
+    x: Tensor, weight: Tensor, second: Tensor | None = None, residual: Tensor | None = None, backend: str = "reference"
+) -> Tensor:
+    validation.check_linear(x, weight, second, residual)
     kernel = backend_kernel("linear", backend)
-    if not x.shape[0]:
-        return _linear_output(x, weight, second)
-    result: Tensor = kernel(x, weight, second)
+    result: Tensor = kernel(x, weight, second, residual) if x.shape[0] else _linear_output(x, weight, second)
     return result
 
 
-def _linear_fake(x: Tensor, weight: Tensor, second: Tensor | None = None, backend: str = "reference") -> Tensor:
-    validation.check_linear(x, weight, second)
+def _linear_fake(
+    x: Tensor, weight: Tensor, second: Tensor | None = None, residual: Tensor | None = None, backend: str = "reference"
+) -> Tensor:
+    validation.check_linear(x, weight, second, residual)
     return _linear_output(x, weight, second)
 
 
@@ -188,8 +192,10 @@ def _register_gradient(library: torch.library.Library, op: str) -> None:
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         transforms.refuse_other_backends(op, inputs[-1])
-        if op == "linear" and inputs[2] is not None and ctx.needs_input_grad[2]:
-            raise InferenceOnlyError("linear has no gradient of a second weight; call it once for each weight")
+        if op == "linear" and any(ctx.needs_input_grad[2:4]):
+            raise InferenceOnlyError(
+                "linear has no gradient of a second weight or a residual; multiply and add apart from each other"
+            )
         ctx.save_for_backward(*inputs[:2])
         ctx.rest = inputs[2:-1]
 
@@ -207,7 +213,7 @@ def _register_vmap(library: torch.library.Library, op: str, rows: tuple[int, ...
         fold = transforms.Fold(op, info.batch_size)
         names = [x.name for x in getattr(torch.ops.mla_ops, op).default._schema.arguments]
         fold.shared(**{names[i]: dim for i, dim in enumerate(in_dims) if i not in rows})
-        folded = [fold.rows(x, in_dims[i]) if i in rows else x for i, x in enumerate(args)]
+        folded = [fold.rows(x, in_dims[i]) if i in rows and x is not None else x for i, x in enumerate(args)]
         return fold.unfold(getattr(torch.ops.mla_ops, op)(*folded)), 0
 
     torch.library.register_vmap(f"mla_ops::{op}", rule, lib=library)
@@ -228,7 +234,7 @@ _ENTRIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 def _register() -> None:
     library = define(LAYER_SCHEMAS, _ENTRIES)
-    for op, rows in (("rms_norm", (0,)), ("linear", (0,)), ("absorb_query", (0, 2)), ("expand_values", (0,))):
+    for op, rows in (("rms_norm", (0,)), ("linear", (0, 3)), ("absorb_query", (0, 2)), ("expand_values", (0,))):
         _register_gradient(library, op)
         _register_vmap(library, op, rows)
     transforms.register_inference_only(library, "norm_rope_write", torch.ops.mla_ops.norm_rope_write.default)

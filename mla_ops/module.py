@@ -123,7 +123,12 @@ class DeepseekMLA(nn.Module):
         return self
 
     def forward(
-        self, hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, plan: DecodePlan | DecodeMetadata
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        plan: DecodePlan | DecodeMetadata,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Decode: write the new rows to the cache, attend to all rows in absorbed form.
 
@@ -132,9 +137,10 @@ class DeepseekMLA(nn.Module):
             positions: ``[T]`` int64; ``plan.at(batch_size).positions`` are those of the plan's lengths.
             kv_cache: ``[pages, page_size, D]``, written in place.
             plan: updated for this step, whole or ``plan.at(batch_size)``.
+            residual: ``[T, hidden_size]``, added to the result where given.
 
         Returns:
-            ``[T, hidden_size]``; rows of padded requests are 0, plus ``o_proj``'s bias where it has one.
+            ``[T, hidden_size]``; rows of padded requests are 0, plus ``o_proj``'s bias where it has one, plus residual.
         """
         if isinstance(plan, DecodePlan):
             plan = plan.at(hidden_states.shape[0] // plan.query_len)
@@ -168,10 +174,10 @@ class DeepseekMLA(nn.Module):
             backend=plan.backend,
         )
         if fused:
-            return _product(self.o_proj, functional.expand_values(out, self.W_UV, backend=_OURS))
+            return _product(self.o_proj, functional.expand_values(out, self.W_UV, backend=_OURS), residual)
         values = torch.bmm(out.transpose(0, 1), self.W_UV.mT).transpose(0, 1).flatten(1)  # [T, H * V]
         output: Tensor = self.o_proj(values)
-        return output
+        return output if residual is None else residual + output
 
     def prefill(self, hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, plan: PrefillPlan) -> Tensor:
         """Prefill: write the new rows to the cache, attend to them and to a cached prefix in expanded form.
@@ -345,10 +351,12 @@ def _is_plain(layer: nn.Linear) -> bool:
     return type(layer) is nn.Linear and type(weight) in (Tensor, nn.Parameter) and bias is None and not hooks
 
 
-def _product(layer: nn.Linear, x: Tensor) -> Tensor:
-    """``layer(x)``, by our kernel where that is all that the layer does."""
-    result: Tensor = functional.linear(x, layer.weight, backend=_OURS) if _is_plain(layer) else layer(x)
-    return result
+def _product(layer: nn.Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """``layer(x)``, added to a residual, by our kernel where that is all that the layer does."""
+    if _is_plain(layer):
+        return functional.linear(x, layer.weight, residual=residual, backend=_OURS)
+    result: Tensor = layer(x)
+    return result if residual is None else residual + result
 
 
 def compile_layers(

@@ -379,10 +379,15 @@ def check_expand_values(latent: Tensor, w_uv: Tensor) -> None:
     _require_size("w_uv", w_uv, 2, latent.shape[2], "latent's width")
 
 
-def check_linear(x: Tensor, weight: Tensor, second: Tensor | None) -> None:
+def check_linear(x: Tensor, weight: Tensor, second: Tensor | None, residual: Tensor | None) -> None:
     """Refuse what no kernel of ``linear`` may see."""
     _require_rows("x", x, "[T, K]")
     for name, tensor in (("weight", weight), ("second", second)):
         if tensor is not None:
             _require_weight(name, tensor, "[N, K]", "x", x)
             _require_size(name, tensor, 1, x.shape[1], "x's width")
+    if residual is not None:
+        _require_weight("residual", residual, "[T, N]", "x", x)
+        _require_size("residual", residual, 0, x.shape[0], "x's tokens")
+        columns = weight.shape[0] + (0 if second is None else second.shape[0])
+        _require_size("residual", residual, 1, columns, "the weights' rows")

@@ -62,8 +62,8 @@ class MLABlock(nn.Module):
             normed = rms_norm(hidden_states, norm.weight, eps=norm.eps, backend="triton")
         else:
             normed = norm(hidden_states)
-        attended: Tensor = self.self_attn(normed, positions, kv_cache, plan)
-        return hidden_states + attended
+        added: Tensor = self.self_attn(normed, positions, kv_cache, plan, hidden_states)
+        return added
 
 
 class DecodeStep:

@@ -24,11 +24,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (value * weight.to(value.dtype)).to(x.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, second: Tensor | None) -> Tensor:
-    """Products with one weight or two, side by side. See :func:`mla_ops.linear`."""
+def linear(x: Tensor, weight: Tensor, second: Tensor | None, residual: Tensor | None) -> Tensor:
+    """Products with one weight or two, side by side, added to a residual. See :func:`mla_ops.linear`."""
     weight = weight if second is None else torch.cat([weight, second])
     compute = compute_dtype(x.dtype)
-    return (x.to(compute) @ weight.mT.to(compute)).to(x.dtype)
+    result = x.to(compute) @ weight.mT.to(compute)
+    return (result if residual is None else result + residual).to(x.dtype)
 
 
 def norm_rope_rows(

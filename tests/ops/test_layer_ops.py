@@ -33,6 +33,7 @@ def linear(dtype: torch.dtype) -> dict[str, Any]:
         "x": torch.randn(TOKENS, WIDTH).to(dtype),
         "weight": torch.randn(4, WIDTH).to(dtype),
         "second": torch.randn(2, WIDTH).to(dtype),
+        "residual": torch.randn(TOKENS, 6).to(dtype),
     }
 
 
@@ -194,10 +195,11 @@ def test_expand_values_is_a_product_per_head() -> None:
 
 
 def test_linear_is_torchs_with_each_weight() -> None:
-    x, weight, second = linear(torch.float32).values()
+    x, weight, second, residual = linear(torch.float32).values()
     expected = torch.cat([F.linear(x.double(), weight.double()), F.linear(x.double(), second.double())], dim=1)
     assert_matches(mla_ops.linear(x, weight, second), expected)
-    assert torch.equal(mla_ops.linear(x, weight), mla_ops.linear(x, weight, second)[:, :4])
+    assert_matches(mla_ops.linear(x, weight), expected[:, :4])
+    assert_matches(mla_ops.linear(x, weight, second, residual), expected + residual.double())
 
 
 # --- gradients and vmap -----------------------------------------------------------------------------------------
@@ -234,10 +236,11 @@ def test_a_backend_without_a_backward_refuses_a_gradient(op: str, fake_backend: 
         overload(op)(**call, backend=fake_backend)
 
 
-def test_linear_refuses_a_gradient_of_a_second_weight() -> None:
+@pytest.mark.parametrize("name", ["second", "residual"])
+def test_linear_refuses_a_gradient_of_all_but_the_first_product(name: str) -> None:
     call = linear(torch.float32)
-    call["second"].requires_grad_()
-    with pytest.raises(InferenceOnlyError, match="no gradient of a second weight; call it once for each weight"):
+    call[name].requires_grad_()
+    with pytest.raises(InferenceOnlyError, match="no gradient of a second weight or a residual"):
         mla_ops.linear(**call)
 
 
@@ -250,7 +253,7 @@ def test_norm_rope_write_refuses_a_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "rows"), [("absorb_query", (0, 2)), ("expand_values", (0,)), ("linear", (0,)), ("rms_norm", (0,))]
+    ("op", "rows"), [("absorb_query", (0, 2)), ("expand_values", (0,)), ("linear", (0, 3)), ("rms_norm", (0,))]
 )
 def test_vmap_of_calls_that_share_weights_is_a_loop(op: str, rows: tuple[int, ...]) -> None:
     calls = [list(CALLS[op](torch.float32).values()) for _ in range(4)]
@@ -295,6 +298,7 @@ def test_vmap_of_calls_that_share_weights_is_a_loop(op: str, rows: tuple[int, ..
         ("absorb_query", {"inv_freq": torch.zeros(2).half()}, TypeError, "inv_freq must be float32"),
         ("absorb_query", {"scaling_window": 0}, ValueError, "scaling_window must be at least 1, got 0"),
         ("linear", {"second": torch.zeros(2, 5)}, ValueError, r"second must have 6 \(x's width\) in dim 1"),
+        ("linear", {"residual": torch.zeros(3, 5)}, ValueError, r"residual must have 6 \(the weights' rows\) in dim 1"),
         ("expand_values", {"w_uv": torch.zeros(2, 7, 9)}, ValueError, r"w_uv must have 8 \(latent's width\)"),
         ("expand_values", {"latent": torch.zeros(3, 8, 2).mT}, ValueError, "latent must be dense in its last dim"),
     ],

@@ -12,13 +12,13 @@ from mla_ops import DecodePlan, DeepseekMLA, MLAConfig, PrefillPlan
 from mla_ops.testing import assert_matches
 
 CONFIG = MLAConfig(
-    hidden_size=48,
+    hidden_size=64,
     num_heads=3,
     kv_lora_rank=32,
     qk_nope_head_dim=32,
     qk_rope_head_dim=16,
     v_head_dim=16,
-    q_lora_rank=24,
+    q_lora_rank=64,
 )
 CONFIGS = {
     "plain": CONFIG,
@@ -121,3 +121,27 @@ def test_a_gradient_takes_torchs_functions(device: torch.device, launched: list[
     assert not layer.fuses(hidden.detach(), "reference")
     layer.requires_grad_(False)
     assert layer.fuses(hidden.detach(), "flash_mla") == hidden.is_cuda
+
+
+def test_a_residual_is_added_to_the_result(device: torch.device) -> None:
+    layer, rows = make_layer(CONFIG, device), torch.randn(2, CONFIG.hidden_size, device=device)
+    plan = DecodePlan(
+        CONFIG, max_batch_size=2, max_seq_len=8, page_size=PAGE_SIZE, device=device, dtype=rows.dtype, backend="triton"
+    )  # fmt: skip
+    plan.update(torch.tensor([[0], [1]], dtype=torch.int32, device=device), torch.ones_like(plan.at(2).seq_lens))
+    cache = torch.zeros(2, PAGE_SIZE, CONFIG.latent_dim, device=device)
+    alone, added = (layer(rows, plan.at(2).positions, cache, plan.at(2), x) for x in (None, rows))
+    assert_matches(added, alone.double() + rows, factor=16.0)
+
+
+def test_a_layer_with_a_hook_runs_its_own_forward(device: torch.device, launched: list[str]) -> None:
+    layer = make_layer(CONFIG, device)
+    hidden, seen = random_rows(CONFIG, device), []
+    expected, _ = serve(layer, hidden, "triton")
+    products = launched.count("linear_kernel")
+    layer.q_b_proj.register_forward_hook(lambda module, args, output: seen.append(output) or output * 1.0)
+    launched.clear()
+    found, _ = serve(layer, hidden, "triton")
+    assert len(seen) == 3
+    assert launched.count("linear_kernel") < products
+    assert_matches(found, expected.double(), factor=16.0)

@@ -49,11 +49,13 @@ def test_rms_norm(width: int, dtype: torch.dtype, device: torch.device) -> None:
 @pytest.mark.parametrize("tokens", [1, 7, 17])
 @pytest.mark.parametrize(("width", "first", "second"), [(64, 48, 0), (192, 40, 7), (12, 5, 3)])
 def test_linear(width: int, first: int, second: int, tokens: int, device: torch.device) -> None:
-    x, weight = torch.randn(tokens, width, device=device), torch.randn(first, width, device=device)
-    weights = [weight, *([torch.randn(second, width, device=device)] if second else [])]
-    found, low = (OPS.linear(x, *weights, backend=backend) for backend in ("triton", "reference"))
-    exact = OPS.linear(x.double(), *(x.double() for x in weights))
-    assert_close_to_reference(found, exact, low)
+    x, both = torch.randn(tokens, width, device=device), torch.randn(first + second, width, device=device)
+    weights = [both[:first].clone(), both[first:].clone() if second else None]
+    residual = torch.randn(tokens, first + second, device=device)
+    for args in ((*weights, None), (*weights, residual), (both[:first], both[first:] if second else None, residual)):
+        found, low = (OPS.linear(x, *args, backend) for backend in ("triton", "reference"))
+        exact = OPS.linear(x.double(), *(None if y is None else y.double() for y in args))
+        assert_close_to_reference(found, exact, low)
 
 
 @pytest.mark.parametrize("interleave", [True, False], ids=["pairs", "halves"])

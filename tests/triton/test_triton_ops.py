@@ -34,7 +34,7 @@ def _calls(device: torch.device) -> dict[str, tuple[Any, ...]]:
         ),
         "merge_attn_states": (q, lse, q, lse, "triton"),
         "rms_norm": (latent, latent[0], 1e-6, "triton"),
-        "linear": (latent, weight.view(-1, 64)[:40, :64].repeat(1, 2)[:, :80].contiguous(), latent, "triton"),
+        "linear": (latent, weight.view(-1, 64)[:40, :64].repeat(1, 2)[:, :80].contiguous(), latent, None, "triton"),
         "norm_rope_write": (
             latent, latent, latent[0], weight[0, 0], index, frequencies, case.kv_cache.clone(), index, 1e-6, 1.0, True,
             None, "triton",

@@ -21,20 +21,25 @@ from mla_ops.backends.triton.rows import fetch, wait_for_inputs
 __all__ = ["choose_linear", "linear", "linear_launch"]
 
 
-def linear(x: Tensor, weight: Tensor, second: Tensor | None) -> Tensor:
-    """Products with one weight or two, side by side. See :func:`mla_ops.linear`."""
+def linear(x: Tensor, weight: Tensor, second: Tensor | None, residual: Tensor | None) -> Tensor:
+    """Products with one weight or two, side by side, added to a residual. See :func:`mla_ops.linear`."""
     weights = [weight] if second is None else [weight, second]
     sizes = [weight.shape[0] for weight in weights]
     out = x.new_empty(x.shape[0], sum(sizes))
     arch = arch_of(x)
     config = choose_linear(linear_configs(arch, x.dtype), x.shape[0], sum(sizes), x.shape[1])
-    if config is not None and all(tensor.is_contiguous() for tensor in (x, *weights)):
-        linear_launch(x, weights, out, config, arch).run()
+    inputs = (x, *weights) if residual is None else (x, *weights, residual)
+    if config is not None and all(tensor.is_contiguous() for tensor in inputs):
+        linear_launch(x, weights, residual, out, config, arch).run()
         return out
     if second is not None and _follows(second, weight):
         weights, sizes = [weight.as_strided((sum(sizes), x.shape[1]), weight.stride())], [sum(sizes)]
-    for part, weight in zip(out.split(sizes, dim=1), weights, strict=True):
-        torch.mm(x, weight.T, out=part)
+    addends = [None] * len(sizes) if residual is None else residual.split(sizes, dim=1)
+    for part, weight, addend in zip(out.split(sizes, dim=1), weights, addends, strict=True):
+        if addend is None:
+            torch.mm(x, weight.T, out=part)
+        else:
+            torch.addmm(addend, x, weight.T, out=part)
     return out
 
 
@@ -56,13 +61,16 @@ def choose_linear(configs: Sequence[LinearConfig], rows: int, columns: int, widt
     return None
 
 
-def linear_launch(x: Tensor, weights: Sequence[Tensor], out: Tensor, config: LinearConfig, arch: str) -> Launch:
+def linear_launch(
+    x: Tensor, weights: Sequence[Tensor], residual: Tensor | None, out: Tensor, config: LinearConfig, arch: str
+) -> Launch:
     """The launch into ``out`` [T, N]; a program is of one weight."""
     sizes = [weight.shape[0] for weight in weights]
     args: dict[str, Any] = {
         "x": x,
         "first": weights[0],
         "second": weights[-1],
+        "residual": residual,
         "out": out,
         "num_tokens": x.shape[0],
         "K": x.shape[1],
@@ -83,7 +91,7 @@ def linear_launch(x: Tensor, weights: Sequence[Tensor], out: Tensor, config: Lin
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def linear_kernel(
-    x, first, second, out, num_tokens, K: tl.constexpr, N: tl.constexpr, SECOND: tl.constexpr,
+    x, first, second, residual, out, num_tokens, K: tl.constexpr, N: tl.constexpr, SECOND: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
     LINES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -99,12 +107,14 @@ def linear_kernel(
     column = tl.where(is_second, N, 0) + row
     if BLOCK_T == 1:
         sums = _row_product(x, weight, K, BLOCK_N, BLOCK_K, STAGES)
-        tl.store(out + column, sums.to(out.dtype.element_ty), mask=inside)
+        cell, mask = column, inside
     else:
         sums = _rows_product(x, weight, num_tokens, K, BLOCK_T, BLOCK_N, BLOCK_K, WARPS, STAGES, PRECISION)
         token = tl.arange(0, BLOCK_T)[None, :]
-        target = out + token * (N + SECOND) + column[:, None]
-        tl.store(target, sums.to(out.dtype.element_ty), mask=(token < num_tokens) & inside[:, None])
+        cell, mask = token * (N + SECOND) + column[:, None], (token < num_tokens) & inside[:, None]
+    if residual is not None:
+        sums += tl.load(residual + cell, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + cell, sums.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -181,8 +181,9 @@ def _products(config: MLAConfig, dtype: torch.dtype, arch: str) -> list[Launch]:
     return [
         linear_launch(
             _meta(1, width, dtype=dtype), [_meta(size, width, dtype=dtype) for size in sizes],
-            _meta(1, sum(sizes), dtype=dtype), row, arch,
+            _meta(1, sum(sizes), dtype=dtype) if adds else None, _meta(1, sum(sizes), dtype=dtype), row, arch,
         )
         for (width, *sizes), row in sorted(rows, key=repr)
+        for adds in ((False, True) if (width, *sizes) == shapes[-1] else (False,))  # o_proj may add to a residual
         if row is not None
     ]  # fmt: skip

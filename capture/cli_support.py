@@ -69,7 +69,9 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
     parser.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel ranks (default 1)")
     parser.add_argument("--layers", type=positive, metavar="N", help="only the first N layers")
     parser.add_argument("--max-seq-len", type=positive, metavar="N", help="longest sequence (default 8192)")
-    parser.add_argument("--no-compile", action="store_true", help="capture the ops as they are, without torch.compile")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="torch.compile blocks (default: where that is faster)"
+    )
     parser.add_argument("--backend", help="auto (the default) or a backend's name")
     parser.add_argument("--device", help="such as cuda, cuda:1 or cpu (default: cuda if there is one)")
     parser.add_argument(
@@ -93,7 +95,7 @@ def _options(arguments: argparse.Namespace) -> BuildOptions:
         chosen["batch_sizes"] = import_module("capture.buckets").default_batch_sizes(arguments.max_batch_size)
     elif arguments.batch_sizes is not None:
         chosen["batch_sizes"] = arguments.batch_sizes
-    chosen["compile"] = not arguments.no_compile
+    chosen["compile"] = arguments.compile
     if "device" not in chosen:
         import torch
 
@@ -139,8 +141,8 @@ def model_arguments(arguments: argparse.Namespace) -> list[str]:
             words += [f"--{name.replace('_', '-')}", str(value)]
     if arguments.batch_sizes is not None:
         words += ["--batch-sizes", ",".join(map(str, arguments.batch_sizes))]
-    if arguments.no_compile:
-        words.append("--no-compile")
+    if arguments.compile is not None:
+        words.append("--compile" if arguments.compile else "--no-compile")
     return words
 
 

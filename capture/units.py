@@ -40,7 +40,8 @@ class BuildOptions:
         tp: tensor-parallel ranks; the heads of one rank are the model's divided by it.
         layers: how many layers to build; None: all of them.
         max_seq_len: longest sequence, in tokens.
-        compile: whether blocks are compiled; without, a step is captured as its ops are, and no compiler is imported.
+        compile: whether blocks are compiled; False captures a step as its ops are, and imports no compiler; None
+            compiles them only where that makes a faster step.
         target: build kernels for this architecture (``sm_90``, ``gfx942``), whatever is in this machine.
     """
 
@@ -54,7 +55,7 @@ class BuildOptions:
     device: str = "cpu"
     layers: int | None = None
     max_seq_len: int = 8192
-    compile: bool = True
+    compile: bool | None = None
     target: str | None = None
 
     def __post_init__(self) -> None:

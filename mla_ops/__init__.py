@@ -8,10 +8,15 @@ from mla_ops.config import PRESETS, MLAConfig
 from mla_ops.errors import BackendUnavailableError, InferenceOnlyError, MLAError, OutOfPagesError, PlanError
 from mla_ops.functional import (
     AttentionOutput,
+    absorb_query,
+    expand_values,
     gather_latent_cache,
+    linear,
     merge_attn_states,
     mla_decode,
     mla_prefill,
+    norm_rope_write,
+    rms_norm,
     write_latent_cache,
 )
 from mla_ops.kv_cache import PagedLatentCache
@@ -34,11 +39,16 @@ __all__ = [
     "PagedLatentCache",
     "PlanError",
     "PrefillPlan",
+    "absorb_query",
     "compile_layers",
+    "expand_values",
     "gather_latent_cache",
+    "linear",
     "merge_attn_states",
     "mla_decode",
     "mla_prefill",
+    "norm_rope_write",
+    "rms_norm",
     "select",
     "write_latent_cache",
 ]

@@ -103,6 +103,17 @@ class MLAConfig:
             scale *= yarn_mscale(self.rope_scaling["factor"], self.rope_scaling["mscale_all_dim"]) ** 2
         return scale
 
+    @property
+    def query_scaling(self) -> tuple[float, int]:
+        """Mistral 4's growth of queries past the original context: beta and its window of positions; (0, 1) for none.
+
+        A query at a position is multiplied by ``1 + beta * log(1 + position // window)``.
+        """
+        scaling = self.rope_scaling
+        if scaling is None or "llama_4_scaling_beta" not in scaling:
+            return 0.0, 1
+        return float(scaling["llama_4_scaling_beta"]), int(scaling["original_max_position_embeddings"])
+
     def shard(self, tp_size: int) -> MLAConfig:
         """The config of one of ``tp_size`` tensor-parallel ranks, with ``num_heads / tp_size`` heads."""
         if tp_size < 1 or self.num_heads % tp_size:

@@ -6,6 +6,7 @@ Letters: T tokens, H heads, R kv_lora_rank, P qk_rope_head_dim, D = R + P, N qk_
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -26,6 +27,8 @@ __all__ = ["DeepseekMLA", "compile_layers"]
 
 # Hugging Face and DeepSeek build the two inner norms without the config's epsilon.
 _INNER_NORM_EPS = 1e-6
+_OURS = "triton"  # the backend of the ops around attention, whatever attention's is
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class DeepseekMLA(nn.Module):
@@ -63,6 +66,8 @@ class DeepseekMLA(nn.Module):
             self.q_a_layernorm = norm(config.q_lora_rank)
             self.q_b_proj = linear(config.q_lora_rank, heads * config.qk_head_dim, bias=False)
         self.kv_a_proj_with_mqa = linear(config.hidden_size, config.latent_dim, bias=bias)
+        if config.q_lora_rank is not None:
+            _store_together(self.q_a_proj, self.kv_a_proj_with_mqa)
         self.kv_a_layernorm = norm(config.kv_lora_rank)
         self.kv_b_proj: nn.Linear | None = linear(
             config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
@@ -118,7 +123,12 @@ class DeepseekMLA(nn.Module):
         return self
 
     def forward(
-        self, hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, plan: DecodePlan | DecodeMetadata
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        plan: DecodePlan | DecodeMetadata,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Decode: write the new rows to the cache, attend to all rows in absorbed form.
 
@@ -127,34 +137,47 @@ class DeepseekMLA(nn.Module):
             positions: ``[T]`` int64; ``plan.at(batch_size).positions`` are those of the plan's lengths.
             kv_cache: ``[pages, page_size, D]``, written in place.
             plan: updated for this step, whole or ``plan.at(batch_size)``.
+            residual: ``[T, hidden_size]``, added to the result where given.
 
         Returns:
-            ``[T, hidden_size]``; rows of padded requests are 0, plus ``o_proj``'s bias where it has one.
+            ``[T, hidden_size]``; rows of padded requests are 0, plus ``o_proj``'s bias where it has one, plus residual.
         """
         if isinstance(plan, DecodePlan):
             plan = plan.at(hidden_states.shape[0] // plan.query_len)
-        q_nope, q_pe, kv_c, k_pe = self._project(hidden_states, positions)
-        functional.write_latent_cache(
-            kv_c, k_pe, kv_cache, plan.slot_mapping, kv_scale=self.kv_scale, backend=plan.backend
-        )
-        q_latent = torch.bmm(q_nope.transpose(0, 1), self.W_UK).transpose(0, 1)  # [T, H, R]
+        config, fused = self.config, self.fuses(hidden_states, plan.backend)
+        if fused:
+            q, _ = self._project_fused(hidden_states, positions, kv_cache, plan.slot_mapping)
+            beta, window = config.query_scaling
+            q = functional.absorb_query(
+                q, self.W_UK, positions, **self._rope_options, scaling_beta=beta, scaling_window=window, backend=_OURS
+            )
+        else:
+            q_nope, q_pe, kv_c, k_pe = self._project(hidden_states, positions)
+            functional.write_latent_cache(
+                kv_c, k_pe, kv_cache, plan.slot_mapping, kv_scale=self.kv_scale, backend=plan.backend
+            )
+            q_latent = torch.bmm(q_nope.transpose(0, 1), self.W_UK).transpose(0, 1)  # [T, H, R]
+            q = torch.cat([q_latent, q_pe], dim=-1)
         out, _ = functional.mla_decode(
-            torch.cat([q_latent, q_pe], dim=-1),
+            q,
             kv_cache,
             plan.qo_indptr,
             plan.kv_indptr,
             plan.kv_indices,
             plan.kv_last_page_lens,
-            softmax_scale=self.config.softmax_scale,
+            softmax_scale=config.softmax_scale,
             max_seqlen_q=plan.max_seqlen_q,
             num_kv_splits=plan.num_kv_splits,
             backend_state=plan.backend_state,
             kv_scale=self.kv_scale,
-            kv_lora_rank=self.config.kv_lora_rank,
+            kv_lora_rank=config.kv_lora_rank,
             backend=plan.backend,
         )
-        values = torch.bmm(out.transpose(0, 1), self.W_UV.mT).transpose(0, 1)  # [T, H, V]
-        return self._output(values)
+        if fused:
+            return _product(self.o_proj, functional.expand_values(out, self.W_UV, backend=_OURS), residual)
+        values = torch.bmm(out.transpose(0, 1), self.W_UV.mT).transpose(0, 1).flatten(1)  # [T, H * V]
+        output: Tensor = self.o_proj(values)
+        return output if residual is None else residual + output
 
     def prefill(self, hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, plan: PrefillPlan) -> Tensor:
         """Prefill: write the new rows to the cache, attend to them and to a cached prefix in expanded form.
@@ -170,10 +193,15 @@ class DeepseekMLA(nn.Module):
         Returns:
             ``[T, hidden_size]``.
         """
-        q_nope, q_pe, kv_c, k_pe = self._project(hidden_states, positions)
-        functional.write_latent_cache(
-            kv_c, k_pe, kv_cache, plan.slot_mapping, kv_scale=self.kv_scale, backend=plan.backend
-        )
+        if self.fuses(hidden_states, plan.backend):
+            q, rows = self._project_fused(hidden_states, positions, kv_cache, plan.slot_mapping)
+            q_nope, q_pe = self._rope_queries(q, positions)
+            kv_c, k_pe = self._split(rows, self.config.kv_lora_rank)
+        else:
+            q_nope, q_pe, kv_c, k_pe = self._project(hidden_states, positions)
+            functional.write_latent_cache(
+                kv_c, k_pe, kv_cache, plan.slot_mapping, kv_scale=self.kv_scale, backend=plan.backend
+            )
         q = torch.cat([q_nope, q_pe], dim=-1)  # [T, H, N + P]
         attend = partial(functional.mla_prefill, q, softmax_scale=self.config.softmax_scale, backend=plan.backend)
         k, v = self._expand(kv_c, k_pe)
@@ -209,7 +237,50 @@ class DeepseekMLA(nn.Module):
                 causal=False,
             )
             state = functional.merge_attn_states(*state, *part, backend=plan.backend)
-        return self._output(state.out)
+        output: Tensor = self.o_proj(state.out.flatten(1))
+        return output
+
+    def fuses(self, hidden_states: Tensor, backend: str) -> bool:
+        """Whether our kernels around attention serve a call: they have no gradient, and float32 at most."""
+        ours = backend == "triton" or (backend in ("aiter", "flash_mla") and _HAS_TRITON and hidden_states.is_cuda)
+        if not ours or hidden_states.dtype == torch.float64:
+            return False
+        if not torch.is_grad_enabled():
+            return True
+        return not (hidden_states.requires_grad or any(x.requires_grad for x in self.parameters()))
+
+    def _project_fused(
+        self, hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """``[T, hidden_size]`` to queries ``[T, H, N + P]`` without position and latent rows ``[T, D]``, written."""
+        has_lora = self.config.q_lora_rank is not None
+        if has_lora and _is_plain(self.q_a_proj) and _is_plain(self.kv_a_proj_with_mqa):
+            both = functional.linear(hidden_states, self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight, backend=_OURS)
+            q_a, latent = self._split(both, self.q_a_proj.out_features)
+        else:
+            latent = _product(self.kv_a_proj_with_mqa, hidden_states)
+            q_a = self.q_a_proj(hidden_states) if has_lora else latent[:, :0]
+        weight = self.kv_a_layernorm.weight
+        q_a, rows = functional.norm_rope_write(
+            q_a,
+            latent,
+            self.q_a_layernorm.weight if has_lora else weight[:0],
+            weight,
+            positions,
+            kv_cache=kv_cache,
+            slot_mapping=slot_mapping,
+            eps=_INNER_NORM_EPS,
+            kv_scale=self.kv_scale,
+            **self._rope_options,
+            backend=_OURS,
+        )
+        q = _product(self.q_b_proj, q_a) if has_lora else _product(self.q_proj, hidden_states)
+        return q.view(hidden_states.shape[0], self.num_local_heads, self.config.qk_head_dim), rows
+
+    @property
+    def _rope_options(self) -> dict[str, Any]:
+        rope = self.rotary_emb
+        return {"inv_freq": rope.inv_freq, "rope_scale": rope.scaling, "interleave": self.config.rope_interleave}
 
     def _project(self, hidden_states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``[T, hidden_size]`` to q_nope ``[T, H, N]``, q_pe ``[T, H, P]``, kv_c ``[T, R]``, k_pe ``[T, P]``."""
@@ -219,28 +290,23 @@ class DeepseekMLA(nn.Module):
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
         q = q.view(hidden_states.shape[0], self.num_local_heads, config.qk_head_dim)
-        q = q * self._query_scale(positions, q.dtype) if self._scales_queries else q
-        q_nope, q_pe = self._split(q, config.qk_nope_head_dim)
-        latent = self.kv_a_proj_with_mqa(hidden_states)
-        kv_c, k_pe = self._split(latent, config.kv_lora_rank)
-        kv_c = self.kv_a_layernorm(kv_c)
-        if config.qk_rope_head_dim:
-            cos, sin = self.rotary_emb(positions)
-            q_pe = apply_rotary(q_pe, cos, sin, interleave=config.rope_interleave)
-            k_pe = apply_rotary(k_pe, cos, sin, interleave=config.rope_interleave)
-        return q_nope, q_pe, kv_c, k_pe
+        q_nope, q_pe = self._rope_queries(q, positions)
+        kv_c, k_pe = self._split(self.kv_a_proj_with_mqa(hidden_states), config.kv_lora_rank)
+        return q_nope, q_pe, self.kv_a_layernorm(kv_c), self._rope(k_pe, positions)
 
-    @property
-    def _scales_queries(self) -> bool:
-        return self.config.rope_scaling is not None and "llama_4_scaling_beta" in self.config.rope_scaling
+    def _rope_queries(self, q: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """``[T, H, N + P]`` to q_nope ``[T, H, N]`` and q_pe ``[T, H, P]``, with Mistral 4's scale."""
+        beta, window = self.config.query_scaling
+        if beta:
+            growth = 1 + beta * torch.log1p((positions // window).float())
+            q = q * growth[:, None, None].to(q.dtype)
+        q_nope, q_pe = self._split(q, self.config.qk_nope_head_dim)
+        return q_nope, self._rope(q_pe, positions)
 
-    def _query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[T, 1, 1]``: Mistral 4's growth of queries past the original context, 1 within it."""
-        assert self.config.rope_scaling is not None
-        beta = float(self.config.rope_scaling["llama_4_scaling_beta"])
-        windows = positions // self.config.rope_scaling["original_max_position_embeddings"]
-        scale = 1 + beta * torch.log1p(windows.float())
-        return scale[:, None, None].to(dtype)
+    def _rope(self, x: Tensor, positions: Tensor) -> Tensor:
+        if not self.config.qk_rope_head_dim:
+            return x
+        return apply_rotary(x, *self.rotary_emb(positions), interleave=self.config.rope_interleave)
 
     def _expand(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
         """Latent rows ``[S, R]``, ``[S, P]`` to k ``[S, H, N + P]`` and v ``[S, H, V]``."""
@@ -250,11 +316,6 @@ class DeepseekMLA(nn.Module):
         k_nope, v = self._split(expanded, config.qk_nope_head_dim)
         k_pe = k_pe[:, None].expand(-1, self.num_local_heads, -1)
         return torch.cat([k_nope, k_pe], dim=-1), v
-
-    def _output(self, values: Tensor) -> Tensor:
-        """``[T, H, V]`` to ``[T, hidden_size]``."""
-        output: Tensor = self.o_proj(values.reshape(values.shape[0], self.num_local_heads * self.config.v_head_dim))
-        return output
 
     @staticmethod
     def _split(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -273,6 +334,29 @@ class DeepseekMLA(nn.Module):
         return self._kv_b_weight().view(
             self.num_local_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank
         )
+
+
+def _store_together(first: nn.Linear, second: nn.Linear) -> None:
+    """Put one weight's rows behind the other's, so that ``linear`` may take both as one; separate, they are two."""
+    both = torch.cat([first.weight.detach(), second.weight.detach()])
+    first.weight = nn.Parameter(both[: first.out_features])
+    second.weight = nn.Parameter(both[first.out_features :])
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether a layer is the product with its weight and nothing else: no bias, hook, shard or subclass."""
+    weight: object = layer.weight
+    bias: object = layer.bias
+    hooks = layer._forward_hooks or layer._forward_pre_hooks
+    return type(layer) is nn.Linear and type(weight) in (Tensor, nn.Parameter) and bias is None and not hooks
+
+
+def _product(layer: nn.Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """``layer(x)``, added to a residual, by our kernel where that is all that the layer does."""
+    if _is_plain(layer):
+        return functional.linear(x, layer.weight, residual=residual, backend=_OURS)
+    result: Tensor = layer(x)
+    return result if residual is None else residual + result
 
 
 def compile_layers(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from mla_ops import transforms, validation
+from mla_ops.errors import BackendUnavailableError
 from mla_ops.signatures import READY, remember, signature
 from mla_ops.validation import infer_kv_lora_rank, output_dtype
 
-__all__ = ["SCHEMAS", "backend_kernel", "bound_kernel", "decode", "op_fingerprint"]
+__all__ = ["SCHEMAS", "apart", "backend_kernel", "bound_kernel", "decode", "define", "op_fingerprint"]
 
 SCHEMAS = {
     "mla_decode": (
@@ -70,13 +71,15 @@ def backend_kernel(op: str, backend: str) -> Callable[..., Any]:
 
     Raises:
         ValueError: there is no backend of that name.
+        BackendUnavailableError: it does not have the op.
     """
     kernel = _KERNELS.get((op, backend))
     if kernel is None:
         if backend not in _BACKEND_MODULES:
             raise ValueError(f"backend must be one of {', '.join(sorted(_BACKEND_MODULES))}, got {backend!r}")
-        kernel = getattr(importlib.import_module(_BACKEND_MODULES[backend]), op)
-        assert callable(kernel)
+        kernel = getattr(importlib.import_module(_BACKEND_MODULES[backend]), op, None)
+        if kernel is None:
+            raise BackendUnavailableError(backend, f"it has no {op}", 'use backend="triton" or "reference"')
         _KERNELS[op, backend] = kernel
     return kernel
 
@@ -201,7 +204,7 @@ def _mla_decode_fake(
 def _mla_decode_out(*args: Any, out: Tensor, lse: Tensor, **kwargs: Any) -> None:
     rank, kernel = _ready_decode(*args, **kwargs)
     validation.check_mla_decode_out(args[0], out, lse, rank)
-    result = kernel(*args[:10], *(*args[10:12], None, None)[:2], rank)  # whole before out is written: see _apart
+    result = kernel(*args[:10], *(*args[10:12], None, None)[:2], rank)  # whole before out is written: see apart
     out.copy_(result[0])
     lse.copy_(result[1])
 
@@ -275,10 +278,10 @@ def _write_latent_cache(
         validation.check_write_latent_cache(*tensors)
         kernel = remember(key, bound_kernel("write_latent_cache", backend))
     if slot_mapping.numel() and kv_cache.numel():
-        kernel(_apart(kv_c, kv_cache), _apart(k_pe, kv_cache), kv_cache, slot_mapping, kv_scale)
+        kernel(apart(kv_c, kv_cache), apart(k_pe, kv_cache), kv_cache, slot_mapping, kv_scale)
 
 
-def _apart(x: Tensor, written: Tensor) -> Tensor:
+def apart(x: Tensor, written: Tensor) -> Tensor:
     """x, or a copy of it where it shares memory with what the op writes.
 
     Inductor turns ``op(x, x.clone())`` into ``op(x, x)`` where x is not needed afterwards (pytorch#198031). A kernel
@@ -407,18 +410,21 @@ def op_fingerprint() -> str:
     through ``torch.compiler.config.cache_key_tag``, and of the warm-up cache's fingerprint.
     """
     digest = hashlib.sha256()
-    for module in (__file__, validation.__file__):
-        digest.update(Path(module).read_bytes())
+    for path in (Path(__file__), Path(validation.__file__), Path(validation.__file__).with_name("layer_ops.py")):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _register() -> None:
-    for name, schema in SCHEMAS.items():
+def define(
+    schemas: Mapping[str, str], entries: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]]
+) -> torch.library.Library:
+    """Define ops with their entries and fakes; the library, for their transforms."""
+    for name, schema in schemas.items():
         _LIBRARY.define(name + schema, tags=_TAGS)  # type: ignore[no-untyped-call]
-        entry, fake = _ENTRIES[name]
+        entry, fake = entries[name]
         _LIBRARY.impl(name, entry, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"mla_ops::{name}", fake, lib=_LIBRARY)
-    transforms.register(_LIBRARY, {name: entry for name, (entry, _) in _ENTRIES.items()})
+    return _LIBRARY
 
 
 def _tag_compile_caches() -> None:
@@ -427,5 +433,5 @@ def _tag_compile_caches() -> None:
         torch.compiler.config.cache_key_tag = f"{tag}|{ours}" if tag else ours
 
 
-_register()
+transforms.register(define(SCHEMAS, _ENTRIES), {name: entry for name, (entry, _) in _ENTRIES.items()})
 _tag_compile_caches()

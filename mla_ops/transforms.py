@@ -23,7 +23,15 @@ from mla_ops.backends import reference
 from mla_ops.errors import InferenceOnlyError
 from mla_ops.validation import infer_kv_lora_rank
 
-__all__ = ["goes_straight", "register", "register_differentiable", "register_inference_only"]
+__all__ = [
+    "Fold",
+    "goes_straight",
+    "recompute",
+    "refuse_other_backends",
+    "register",
+    "register_differentiable",
+    "register_inference_only",
+]
 
 _ops = torch.ops.mla_ops
 
@@ -31,7 +39,7 @@ _ops = torch.ops.mla_ops
 # --- autograd ---------------------------------------------------------------------------------------------------
 
 
-def _recompute(
+def recompute(
     ctx: Any, grads: Sequence[Tensor | None], differentiable: Sequence[int], function: Callable[..., Any]
 ) -> list[Tensor | None]:
     """Gradients of the inputs at ``differentiable``, by running ``function`` on the saved tensors under autograd."""
@@ -57,7 +65,8 @@ def _recompute(
     return result
 
 
-def _refuse_other_backends(op: str, backend: str) -> None:
+def refuse_other_backends(op: str, backend: str) -> None:
+    """Raise where a gradient is asked of a backend that has none."""
     if backend != "reference":
         raise InferenceOnlyError(
             f'{op} with backend="{backend}" is for inference and has no gradient; '
@@ -66,7 +75,7 @@ def _refuse_other_backends(op: str, backend: str) -> None:
 
 
 def _decode_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _refuse_other_backends("mla_decode", inputs[12])
+    refuse_other_backends("mla_decode", inputs[12])
     ctx.save_for_backward(inputs[0], inputs[1])
     ctx.rest = (*inputs[2:8], *inputs[9:12], infer_kv_lora_rank(inputs[0].shape[2], inputs[13]))
 
@@ -75,13 +84,13 @@ def _decode_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None)
     def function(q: Tensor, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         return reference.decode_formula(q, kv_cache, *ctx.rest)
 
-    result: list[Any] = _recompute(ctx, (grad_out, grad_lse), (0, 1), function)
+    result: list[Any] = recompute(ctx, (grad_out, grad_lse), (0, 1), function)
     result[6] = [None] * len(ctx.rest[4])
     return tuple(result)
 
 
 def _prefill_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _refuse_other_backends("mla_prefill", inputs[9])
+    refuse_other_backends("mla_prefill", inputs[9])
     ctx.save_for_backward(*inputs[:3])
     ctx.rest = inputs[3:9]
 
@@ -90,11 +99,11 @@ def _prefill_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return reference.mla_prefill(q, k, v, *ctx.rest)
 
-    return tuple(_recompute(ctx, (grad_out, grad_lse), (0, 1, 2), function))
+    return tuple(recompute(ctx, (grad_out, grad_lse), (0, 1, 2), function))
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _refuse_other_backends("gather_latent_cache", inputs[9])
+    refuse_other_backends("gather_latent_cache", inputs[9])
     ctx.save_for_backward(inputs[0])
     ctx.rest = (*inputs[1:5], inputs[6], inputs[5], *inputs[7:9])
 
@@ -103,16 +112,16 @@ def _gather_backward(ctx: Any, grad_out: Tensor | None) -> tuple[Any, ...]:
     def function(kv_cache: Tensor) -> Tensor:
         return reference.gather_latent_cache(kv_cache, *ctx.rest)
 
-    return tuple(_recompute(ctx, (grad_out,), (0,), function))
+    return tuple(recompute(ctx, (grad_out,), (0,), function))
 
 
 def _merge_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _refuse_other_backends("merge_attn_states", inputs[4])
+    refuse_other_backends("merge_attn_states", inputs[4])
     ctx.save_for_backward(*inputs[:4])
 
 
 def _merge_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    return tuple(_recompute(ctx, (grad_out, grad_lse), (0, 1, 2, 3), reference.merge_attn_states))
+    return tuple(recompute(ctx, (grad_out, grad_lse), (0, 1, 2, 3), reference.merge_attn_states))
 
 
 def _plain_keys() -> int:
@@ -194,7 +203,7 @@ def register_inference_only(
 # --- vmap -------------------------------------------------------------------------------------------------------
 
 
-class _Fold:
+class Fold:
     """Folds ``calls`` batched calls into one; ``None`` in ``in_dims`` is an argument that all calls share."""
 
     def __init__(self, op: str, calls: int) -> None:
@@ -262,7 +271,7 @@ class _Fold:
 def _decode_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     q, kv_cache, qo_indptr, kv_indptr, kv_indices, last_page_lens = args[:6]
     q_dim, cache_dim, qo_dim, indptr_dim, indices_dim, last_dim, state_dims = in_dims[:7]
-    fold = _Fold("mla_decode", info.batch_size)
+    fold = Fold("mla_decode", info.batch_size)
     fold.shared(q_scale=in_dims[10], kv_scale=in_dims[11])
     backend = args[12] if len(args) > 12 else "reference"
     if any(dim is not None for dim in state_dims) or (args[6] and backend != "reference"):
@@ -284,7 +293,7 @@ def _decode_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
 
 def _prefill_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     q, k, v, cu_q, cu_k = args[:5]
-    fold = _Fold("mla_prefill", info.batch_size)
+    fold = Fold("mla_prefill", info.batch_size)
     tokens, keys = fold.batched(q, in_dims[0]).shape[1], fold.batched(k, in_dims[1]).shape[1]
     used = fold.used_rows(cu_q, in_dims[3], tokens)[:, None]
     used_keys = fold.used_rows(cu_k, in_dims[4], keys)[:, None, None]
@@ -303,7 +312,7 @@ def _prefill_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
 
 def _write_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     kv_c, k_pe, kv_cache, slot_mapping = args[:4]
-    fold = _Fold("write_latent_cache", info.batch_size)
+    fold = Fold("write_latent_cache", info.batch_size)
     fold.shared(**dict(zip(("kv_scale",), in_dims[4:5], strict=False)))
     if in_dims[2] is None:
         raise InferenceOnlyError(
@@ -331,7 +340,7 @@ def _write_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
 
 def _gather_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     kv_cache, kv_indptr, kv_indices, last_page_lens, cu_seqlens, num_tokens, seq_starts = (*args, None)[:7]
-    fold = _Fold("gather_latent_cache", info.batch_size)
+    fold = Fold("gather_latent_cache", info.batch_size)
     fold.shared(**dict(zip(("kv_scale",), in_dims[7:8], strict=False)))
     cache, indptr, indices = fold.pages(
         kv_cache, in_dims[0], fold.batched(kv_indices, in_dims[2]), fold.batched(kv_indptr, in_dims[1])
@@ -352,7 +361,7 @@ def _gather_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
 
 
 def _merge_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
-    fold = _Fold("merge_attn_states", info.batch_size)
+    fold = Fold("merge_attn_states", info.batch_size)
     states = [fold.rows(x, dim) for x, dim in zip(args[:4], in_dims[:4], strict=True)]
     out, lse = _ops.merge_attn_states(*states, *args[4:])
     return (fold.unfold(out), fold.unfold(lse)), (0, 0)

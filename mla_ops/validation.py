@@ -15,11 +15,16 @@ from torch import Tensor
 __all__ = [
     "FLOAT8_DTYPES",
     "KNOWN_KV_LORA_RANKS",
+    "check_absorb_query",
+    "check_expand_values",
     "check_gather_latent_cache",
+    "check_linear",
     "check_merge_attn_states",
     "check_mla_decode",
     "check_mla_decode_out",
     "check_mla_prefill",
+    "check_norm_rope_write",
+    "check_rms_norm",
     "check_write_latent_cache",
     "infer_kv_lora_rank",
     "output_dtype",
@@ -286,3 +291,103 @@ def check_merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: 
             _require_size(name, lse, dim, out_a.shape[dim], meaning)
     for name, tensor in (("out_b", out_b), ("lse_a", lse_a), ("lse_b", lse_b)):
         _require_device(name, tensor, "out_a", out_a)
+
+
+def _require_rows(name: str, tensor: Tensor, layout: str) -> None:
+    _require_rank(name, tensor, layout)
+    _require_dtype(name, tensor, FLOAT_DTYPES)
+    _require_dense_rows(name, tensor)
+
+
+def _require_weight(name: str, tensor: Tensor, layout: str, like_name: str, like: Tensor) -> None:
+    _require_rank(name, tensor, layout)
+    _require_dtype(name, tensor, (like.dtype,))
+    _require_device(name, tensor, like_name, like)
+    _require_dense_rows(name, tensor)
+
+
+def _require_int64(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    _require_rank(name, tensor, "[T]")
+    _require_dtype(name, tensor, (torch.int64,))
+    _require_device(name, tensor, like_name, like)
+    _require_size(name, tensor, 0, like.shape[0], f"{like_name}'s tokens")
+    _require_dense_rows(name, tensor)
+
+
+def _require_frequencies(inv_freq: Tensor, like_name: str, like: Tensor) -> None:
+    _require_rank("inv_freq", inv_freq, "[qk_rope_head_dim / 2]")
+    _require_dtype("inv_freq", inv_freq, (torch.float32,))
+    _require_device("inv_freq", inv_freq, like_name, like)
+    _require_dense_rows("inv_freq", inv_freq)
+
+
+def check_rms_norm(x: Tensor, weight: Tensor) -> None:
+    """Refuse what no kernel of ``rms_norm`` may see."""
+    _require_rows("x", x, "[T, W]")
+    _require_weight("weight", weight, "[W]", "x", x)
+    _require_size("weight", weight, 0, x.shape[1], "x's width")
+
+
+def check_norm_rope_write(
+    q_a: Tensor,
+    latent: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: Tensor | None,
+) -> None:
+    """Refuse what no kernel of ``norm_rope_write`` may see."""
+    _require_rows("latent", latent, "[T, latent_dim]")
+    _require_weight("q_a", q_a, "[T, q_lora_rank]", "latent", latent)
+    _require_size("q_a", q_a, 0, latent.shape[0], "latent's tokens")
+    _require_weight("q_weight", q_weight, "[q_lora_rank]", "latent", latent)
+    _require_size("q_weight", q_weight, 0, q_a.shape[1], "q_a's width")
+    _require_frequencies(inv_freq, "latent", latent)
+    _require_weight("kv_weight", kv_weight, "[kv_lora_rank]", "latent", latent)
+    _require_size("kv_weight", kv_weight, 0, latent.shape[1] - 2 * inv_freq.shape[0], "latent_dim - qk_rope_head_dim")
+    _require_int64("positions", positions, "latent", latent)
+    _require_int64("slot_mapping", slot_mapping, "latent", latent)
+    _require_cache(kv_cache, "latent", latent)
+    _require_size("kv_cache", kv_cache, 2, latent.shape[1], "latent's width")
+    if kv_cache.dtype != latent.dtype and kv_cache.dtype not in FLOAT8_DTYPES:
+        raise TypeError(f"kv_cache must have latent's dtype {latent.dtype} or be fp8, got {kv_cache.dtype}")
+    _require_scale("kv_scale", kv_scale, "kv_cache", kv_cache, needed=kv_cache.dtype in FLOAT8_DTYPES)
+
+
+def check_absorb_query(
+    q: Tensor, w_uk: Tensor, positions: Tensor, inv_freq: Tensor, scaling_beta: float, scaling_window: int
+) -> None:
+    """Refuse what no kernel of ``absorb_query`` may see."""
+    _require_rows("q", q, "[T, H, qk_head_dim]")
+    _require_weight("w_uk", w_uk, "[H, qk_nope_head_dim, kv_lora_rank]", "q", q)
+    _require_size("w_uk", w_uk, 0, q.shape[1], "q's heads")
+    _require_frequencies(inv_freq, "q", q)
+    _require_size("q", q, 2, w_uk.shape[1] + 2 * inv_freq.shape[0], "qk_nope_head_dim + qk_rope_head_dim")
+    _require_int64("positions", positions, "q", q)
+    if scaling_beta and scaling_window < 1:
+        raise ValueError(f"scaling_window must be at least 1, got {scaling_window}")
+
+
+def check_expand_values(latent: Tensor, w_uv: Tensor) -> None:
+    """Refuse what no kernel of ``expand_values`` may see."""
+    _require_rows("latent", latent, "[T, H, kv_lora_rank]")
+    _require_weight("w_uv", w_uv, "[H, v_head_dim, kv_lora_rank]", "latent", latent)
+    _require_size("w_uv", w_uv, 0, latent.shape[1], "latent's heads")
+    _require_size("w_uv", w_uv, 2, latent.shape[2], "latent's width")
+
+
+def check_linear(x: Tensor, weight: Tensor, second: Tensor | None, residual: Tensor | None) -> None:
+    """Refuse what no kernel of ``linear`` may see."""
+    _require_rows("x", x, "[T, K]")
+    for name, tensor in (("weight", weight), ("second", second)):
+        if tensor is not None:
+            _require_weight(name, tensor, "[N, K]", "x", x)
+            _require_size(name, tensor, 1, x.shape[1], "x's width")
+    if residual is not None:
+        _require_weight("residual", residual, "[T, N]", "x", x)
+        _require_size("residual", residual, 0, x.shape[0], "x's tokens")
+        columns = weight.shape[0] + (0 if second is None else second.shape[0])
+        _require_size("residual", residual, 1, columns, "the weights' rows")

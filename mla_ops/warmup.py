@@ -30,6 +30,7 @@ from capture import (
 from capture.kernels import read_triton_key
 from mla_ops.backends.select import Choice, select
 from mla_ops.config import PRESETS, MLAConfig
+from mla_ops.functional import rms_norm
 from mla_ops.integrations.aiter_units import aiter_fields, aiter_units
 from mla_ops.kv_cache import PagedLatentCache
 from mla_ops.module import DeepseekMLA, compile_layers
@@ -56,8 +57,14 @@ class MLABlock(nn.Module):
 
     def forward(self, hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, plan: DecodeMetadata) -> Tensor:
         """``[T, hidden_size]`` to ``[T, hidden_size]``; see :meth:`mla_ops.DeepseekMLA.forward`."""
-        attended: Tensor = self.self_attn(self.input_layernorm(hidden_states), positions, kv_cache, plan)
-        return hidden_states + attended
+        norm = self.input_layernorm
+        if self.self_attn.fuses(hidden_states, plan.backend):
+            assert norm.eps is not None
+            normed = rms_norm(hidden_states, norm.weight, eps=norm.eps, backend="triton")
+        else:
+            normed = norm(hidden_states)
+        added: Tensor = self.self_attn(normed, positions, kv_cache, plan, hidden_states)
+        return added
 
 
 class DecodeStep:
@@ -220,12 +227,11 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
         query_len=options.query_len,
         kv_dtype=kv_dtype,
     )
-    not_compiled = "" if options.compile else "; the block is not compiled, as asked for"
-    not_compiled = not_compiled or _compiler_missing(device)
+    compiled, tier = _tier(choice, device, dtype, options.compile)
     sizes = ",".join(map(str, sorted(options.batch_sizes)))
     graphs = f"decode step, query_len {options.query_len}, {num_layers} layers, batch sizes {sizes}"
     units: list[Unit] = list(_kernel_units(config, options, choice, dtype, kv_dtype))
-    if not not_compiled:
+    if compiled:
         units.append(
             CompiledFunctionUnit(
                 key=f"decode block, query_len {options.query_len}",
@@ -237,11 +243,31 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
     return WarmupSpec(
         name=str(model) if not isinstance(model, MLAConfig) else "MLA",
         device=options.device,
-        backend=(choice.name, choice.reason + not_compiled),
+        backend=(choice.name, f"{choice.reason}; {tier}"),
         fields=_fields(config, options, choice, dtype, kv_dtype),
         setup=lambda: _Resources(DecodeStep(config, options, num_layers)),
         units=tuple(units),
     )
+
+
+def _tier(choice: Choice, device: torch.device, dtype: torch.dtype, asked: bool | None) -> tuple[bool, str]:
+    """Whether the block is compiled, and how it runs and why, as the rest of a sentence.
+
+    Best first: our kernels around attention, which need no compiler; a compiled block; its ops one by one.
+    """
+    fused = _runs_our_kernels(choice, device, dtype)
+    missing = _compiler_missing(device)
+    if asked is not False and not fused and not missing:
+        return True, "the block is compiled" + (", as asked for" if asked else "")
+    if asked and not missing:
+        return True, "the block is compiled around our kernels, as asked for"
+    if fused:
+        return False, "the block runs our kernels, which no compiler need fuse"
+    return False, "the block is not compiled, " + (f"because {missing}" if asked is not False else "as asked for")
+
+
+def _runs_our_kernels(choice: Choice, device: torch.device, dtype: torch.dtype) -> bool:
+    return choice.name != "reference" and select(None, device, dtype, op="layer").name == "triton"
 
 
 def _ahead(
@@ -270,24 +296,20 @@ def _kernel_units(
         yield from aiter_units(options.device, config.num_heads, options.query_len, options.page_size)
     # FlashMLA decodes only: the other ops are those of the backend that auto takes without it.
     others = select(config, device, dtype).name if choice.name == "flash_mla" else choice.name
-    if others not in ("aiter", "triton") or not (options.target or device.type == "cuda"):
+    where = torch.device("cuda") if options.target else device
+    if where.type != "cuda" or not _runs_our_kernels(choice, where, dtype):
         return
-    from mla_ops.backends.triton import variants
+    from mla_ops.backends.triton import layer_variants, variants
     from mla_ops.backends.triton.launch import arch_of_device
     from mla_ops.backends.triton.plan_kernels import plan_variants
 
     read_triton_key()
     arch = options.target or arch_of_device(torch.device(options.device))
-    launches = plan_variants(options.query_len)  # a plan is ours whatever the backend
+    sizes: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "page_sizes": (options.page_size,), "arch": arch}
     if others == "triton":
-        launches = variants(
-            config,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            page_sizes=(options.page_size,),
-            query_len=options.query_len,
-            arch=arch,
-        )
+        launches = variants(config, query_len=options.query_len, **sizes)
+    else:
+        launches = [*plan_variants(options.query_len), *layer_variants(config, **sizes)]
     for launch in launches:
         cost = 2.0 if launch.name.startswith(("decode", "prefill")) else 0.3
         yield KernelBuildUnit(key=launch.key, compile=launch.compile, target=options.target, cost=cost)
@@ -358,7 +380,7 @@ def _dtype(name: str, value: str) -> torch.dtype:
 
 
 def _compiler_missing(device: torch.device) -> str:
-    """Why nothing can be compiled for ``device`` here, as the tail of a sentence; "" where it can."""
+    """Why nothing can be compiled for ``device`` here; "" where it can."""
     if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "g++"))):
-        return "; the block is not compiled, because this machine has no C++ compiler (install g++)"
+        return "this machine has no C++ compiler (install g++)"
     return ""

@@ -14,23 +14,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mla_ops.backends.reference_layer import (
+    absorb_query,
+    compute_dtype,
+    expand_values,
+    linear,
+    norm_rope_rows,
+    rms_norm,
+)
 from mla_ops.validation import FLOAT8_DTYPES, output_dtype
 
 __all__ = [
+    "absorb_query",
     "decode_formula",
+    "expand_values",
     "gather_latent_cache",
+    "linear",
     "merge_attn_states",
     "mla_decode",
     "mla_prefill",
+    "norm_rope_write",
+    "rms_norm",
     "write_latent_cache",
 ]
 
 # Requests and query rows are worked off in groups whose scratch stays about this size.
 _SCRATCH_BYTES = 256 << 20
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _dequantised(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -111,7 +120,7 @@ def decode_formula(
     """:func:`mla_decode` in operations that trace and differentiate; its arguments but ``num_kv_splits``."""
     tokens, heads, latent_dim = q.shape
     page_size = kv_cache.shape[1]
-    compute = _compute_dtype(q.dtype)
+    compute = compute_dtype(q.dtype)
     page_of = backend_state[0] if backend_state else torch.arange(len(kv_indices), device=q.device)
 
     entries = kv_indptr[:-1, None] + page_of.to(torch.int64)  # [B, pages of a request]
@@ -159,7 +168,7 @@ def mla_prefill(
 ) -> tuple[Tensor, Tensor]:
     """Ragged multi-head attention with different widths of qk and v. See :func:`mla_ops.mla_prefill`."""
     tokens, heads, _ = q.shape
-    compute = _compute_dtype(q.dtype)
+    compute = compute_dtype(q.dtype)
     rows = _rows_of_requests(cu_seqlens_q, max_seqlen_q, tokens)  # [B, Q]
     key_rows = _rows_of_requests(cu_seqlens_k, max_seqlen_k, k.shape[0])  # [B, K]
     key = torch.arange(max_seqlen_k, device=q.device)
@@ -208,6 +217,27 @@ def write_latent_cache(
     target.index_put_(index, row)
 
 
+def norm_rope_write(
+    q_a: Tensor,
+    latent: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    rope_scale: float,
+    interleave: bool,
+    kv_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Norm and rotate rows, and write the latent ones. See :func:`mla_ops.norm_rope_write`."""
+    kv_c, k_pe = norm_rope_rows(latent, kv_weight, positions, inv_freq, eps, rope_scale, interleave)
+    if kv_cache.numel():
+        write_latent_cache(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
+    return rms_norm(q_a, q_weight, eps), torch.cat([kv_c, k_pe], dim=-1)
+
+
 def gather_latent_cache(
     kv_cache: Tensor,
     kv_indptr: Tensor,
@@ -233,13 +263,13 @@ def gather_latent_cache(
     entry = (kv_indptr[request] + position // page_size).where(live, 0)
     page = kv_indices[entry].where(live, 0)
     rows = kv_cache[page, (position % page_size).where(live, 0)]
-    result = _dequantised(rows, kv_scale, _compute_dtype(dtype or kv_cache.dtype))
+    result = _dequantised(rows, kv_scale, compute_dtype(dtype or kv_cache.dtype))
     return result.masked_fill(~live[:, None], 0.0).to(dtype or kv_cache.dtype)
 
 
 def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Exact merge of attention over two disjoint sets of keys. See :func:`mla_ops.merge_attn_states`."""
-    compute = _compute_dtype(out_a.dtype)
+    compute = compute_dtype(out_a.dtype)
     lse_a, lse_b = lse_a.to(compute), lse_b.to(compute)
     lse = torch.logaddexp(lse_a, lse_b)
     shift = lse.masked_fill(lse.isneginf(), 0.0)

@@ -16,8 +16,8 @@ __all__ = ["BACKENDS", "Choice", "Op", "select"]
 
 BACKENDS = ("aiter", "flash_mla", "reference", "triton")
 
-Op = Literal["decode", "prefill", "cache"]
-"""What is to be served: attention in one form or the other, or only reads and writes of the cache."""
+Op = Literal["decode", "prefill", "cache", "layer"]
+"""What is to be served: attention in one form or the other, reads and writes of the cache, or the ops around it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ def select(
     if backend == "auto" and device.type == "cpu":
         return Choice("reference", "the device is a CPU")
     before = ""
-    if backend == "aiter" or (backend == "auto" and torch.version.hip is not None):
+    if op == "layer" and backend in ("aiter", "flash_mla"):
+        raise BackendUnavailableError(backend, "it serves attention and the cache only", 'use backend="triton"')
+    if backend == "aiter" or (backend == "auto" and op != "layer" and torch.version.hip is not None):
         if config is not None:
             decode, prefill = (config.latent_dim, config.kv_lora_rank), (config.qk_head_dim, config.v_head_dim)
             num_heads, widths = num_heads or config.num_heads, widths or (prefill if op == "prefill" else decode)

@@ -124,12 +124,16 @@ ALLOWED = {
     "mla_ops.errors": (),
     "mla_ops.config": (),
     "mla_ops.validation": (),
-    "mla_ops.backends.reference": ("mla_ops.validation",),
+    "mla_ops.backends.reference_layer": (),
+    "mla_ops.backends.reference": ("mla_ops.backends.reference_layer", "mla_ops.validation"),
     "mla_ops.backends.select": ("mla_ops.config", "mla_ops.errors", "mla_ops.backends"),
     "mla_ops.transforms": ("mla_ops.backends.reference", "mla_ops.backends", "mla_ops.errors", "mla_ops.validation"),
     "mla_ops.signatures": (),
     "mla_ops.ops": ("mla_ops.transforms", "mla_ops.validation", "mla_ops.errors", "mla_ops.signatures"),
-    "mla_ops.functional": ("mla_ops.ops", "mla_ops.backends.select", "mla_ops.transforms", "mla_ops.validation"),
+    "mla_ops.layer_ops": ("mla_ops.backends", "mla_ops.ops", "mla_ops.errors"),
+    "mla_ops.functional": (
+        *("mla_ops.layer_ops", "mla_ops.ops", "mla_ops.backends.select", "mla_ops.transforms", "mla_ops.validation"),
+    ),
     "mla_ops.kv_cache": ("mla_ops.config", "mla_ops.errors"),
     "mla_ops.rope": ("mla_ops.config",),
     "mla_ops.prefill_plan": ("mla_ops.config", "mla_ops.backends.select"),
@@ -157,6 +161,7 @@ def test_only_one_place_imports_a_vendor_package(package: str, home: str) -> Non
 
 
 def test_the_reference_imports_torch_and_the_checks_only() -> None:
-    allowed = ("__future__", "collections", "torch", "mla_ops.validation")
-    for module, _ in imports(ROOT / "mla_ops/backends/reference.py"):
-        assert is_in(module, *allowed), module
+    allowed = ("__future__", "collections", "torch", "mla_ops.validation", "mla_ops.backends.reference_layer")
+    for file in ("reference.py", "reference_layer.py"):
+        for module, _ in imports(ROOT / "mla_ops/backends" / file):
+            assert is_in(module, *allowed), module

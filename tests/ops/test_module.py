@@ -243,3 +243,12 @@ def test_up_projections_are_views_of_kv_b_proj() -> None:
     assert torch.equal(layer.W_UK, weight[:, :12])
     assert torch.equal(layer.W_UV, weight[:, 12:])
     assert layer.W_UK.untyped_storage().data_ptr() == layer.kv_b_proj.weight.untyped_storage().data_ptr()
+
+
+def test_the_down_projections_lie_together_and_stay_there_when_weights_are_loaded() -> None:
+    layer, other = make_layer(CONFIG), make_layer(CONFIG)
+    layer.load_state_dict(other.state_dict())
+    first, second = layer.q_a_proj.weight, layer.kv_a_proj_with_mqa.weight
+    assert second.data_ptr() == first.data_ptr() + first.nbytes
+    assert torch.equal(first, other.q_a_proj.weight)
+    assert torch.equal(second, other.kv_a_proj_with_mqa.weight)

@@ -8,12 +8,17 @@ import pytest
 import torch
 from kernel_cases import SCALE, paged
 
+from mla_ops.layer_ops import LAYER_SCHEMAS
+from mla_ops.ops import SCHEMAS
+
 
 def _calls(device: torch.device) -> dict[str, tuple[Any, ...]]:
     case = paged([20, 33], 2, 16, 64, 16, device)
     indptr = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
     q, lse = torch.randn(8, 2, 32, device=device), torch.randn(8, 2, device=device)
     latent = torch.randn(3, 80, device=device)
+    weight, index = torch.randn(2, 48, 64, device=device), torch.tensor([1, 2, 3], device=device)
+    frequencies = torch.rand(8, device=device)
     return {
         "mla_decode": (
             case.q, case.kv_cache, case.qo_indptr, case.kv_indptr, case.kv_indices, case.kv_last_page_lens, [], 1, 0,
@@ -28,12 +33,20 @@ def _calls(device: torch.device) -> dict[str, tuple[Any, ...]]:
             torch.tensor([0, 20, 53], dtype=torch.int32, device=device), 53, None, None, None, "triton",
         ),
         "merge_attn_states": (q, lse, q, lse, "triton"),
+        "rms_norm": (latent, latent[0], 1e-6, "triton"),
+        "linear": (latent, weight.view(-1, 64)[:40, :64].repeat(1, 2)[:, :80].contiguous(), latent, None, "triton"),
+        "norm_rope_write": (
+            latent, latent, latent[0], weight[0, 0], index, frequencies, case.kv_cache.clone(), index, 1e-6, 1.0, True,
+            None, "triton",
+        ),
+        "absorb_query": (
+            torch.randn(3, 2, 48, device=device), weight[:, :32], index, frequencies, 1.0, True, 0.0, 1, "triton",
+        ),
+        "expand_values": (torch.randn(3, 2, 64, device=device), weight[:, 32:], "triton"),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "op", ["mla_decode", "mla_prefill", "write_latent_cache", "gather_latent_cache", "merge_attn_states"]
-)
+@pytest.mark.parametrize("op", [name for name in (*SCHEMAS, *LAYER_SCHEMAS) if "." not in name])
 def test_opcheck(op: str, device: torch.device) -> None:
     torch.library.opcheck(getattr(torch.ops.mla_ops, op).default, _calls(device)[op])
 

@@ -126,6 +126,36 @@ def test_fingerprint_fields_name_the_model_and_not_the_batch_sizes() -> None:
         assert first != spec(config, options(layers=2, **change)).fields, change
 
 
+TIERS = [
+    pytest.param("cpu", None, True, "the block is compiled", id="cpu"),
+    pytest.param("cpu", True, True, "the block is compiled, as asked for", id="cpu, compiled"),
+    pytest.param("cpu", False, False, "the block is not compiled, as asked for", id="cpu, not compiled"),
+    pytest.param("cuda", None, False, "the block runs our kernels", id="cuda"),
+    pytest.param("cuda", False, False, "the block runs our kernels", id="cuda, not compiled"),
+    pytest.param("cuda", True, True, "the block is compiled around our kernels, as asked for", id="cuda, compiled"),
+]
+
+
+@pytest.mark.parametrize(("device", "asked", "compiled", "why"), TIERS)
+def test_the_best_tier_is_taken_and_said(
+    device: str, asked: bool | None, compiled: bool, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = pytest.importorskip("mla_ops.backends.triton.launch")
+    monkeypatch.setattr(launch, "arch_of_device", lambda device: "sm_90")
+    made = spec(MLAConfig.from_hf(CONFIG), options(layers=2, device=device, compile=asked, dtype="bfloat16"))
+    assert any(unit.kind == "compiled" for unit in made.units) is compiled
+    assert why in made.backend[1]
+    kernels = " ".join(unit.key for unit in made.units if unit.kind == "kernel")
+    assert all(name in kernels for name in ("rms_norm", "absorb", "expand", "norm_rope_write")) is (device == "cuda")
+
+
+def test_without_a_cxx_compiler_a_cpu_block_is_plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    made = spec(MLAConfig.from_hf(CONFIG), options(layers=2, compile=None))
+    assert not any(unit.kind == "compiled" for unit in made.units)
+    assert "the block is not compiled, because this machine has no C++ compiler" in made.backend[1]
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [

@@ -11,7 +11,7 @@ from torch import Tensor
 from mla_ops.backends.triton.launch import BoundLaunch, Launch, arch_of, bound_stream
 from mla_ops.validation import FLOAT8_DTYPES
 
-__all__ = ["BoundWrite", "gather_latent_cache", "gather_launch", "write_latent_cache", "write_launch"]
+__all__ = ["BoundWrite", "gather_latent_cache", "gather_launch", "stored", "write_latent_cache", "write_launch"]
 
 _WRITE_NAMES = ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_scale")
 _TOKENS = 4
@@ -75,7 +75,8 @@ def write_launch(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Ten
 
 
 @triton.jit
-def _stored(value, kv_scale, target, LIMIT: tl.constexpr):
+def stored(value, kv_scale, target, LIMIT: tl.constexpr):
+    """The value as ``target`` keeps it: over the scale, saturated."""
     if kv_scale is not None:
         value = tl.clamp(value.to(tl.float32) / tl.load(kv_scale), -LIMIT, LIMIT)
     return value.to(target.dtype.element_ty)
@@ -93,11 +94,11 @@ def write_kernel(
         row = kv_cache + slot // page_size * stride_page + slot % page_size * stride_row
         latent = tl.arange(0, BLOCK_R)
         value = tl.load(kv_c + token * stride_c + latent * stride_c_column, mask=latent < R)
-        tl.store(row + latent, _stored(value, kv_scale, kv_cache, LIMIT), mask=latent < R)
+        tl.store(row + latent, stored(value, kv_scale, kv_cache, LIMIT), mask=latent < R)
         if P > 0:
             rope = tl.arange(0, BLOCK_P)
             value = tl.load(k_pe + token * stride_pe + rope * stride_pe_column, mask=rope < P)
-            tl.store(row + R + rope, _stored(value, kv_scale, kv_cache, LIMIT), mask=rope < P)
+            tl.store(row + R + rope, stored(value, kv_scale, kv_cache, LIMIT), mask=rope < P)
 
 
 def gather_latent_cache(

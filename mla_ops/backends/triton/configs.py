@@ -12,7 +12,22 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["DECODE", "PREFILL", "DecodeConfig", "PrefillConfig", "decode_config", "prefill_config"]
+__all__ = [
+    "ABSORB",
+    "DECODE",
+    "EXPAND",
+    "LINEAR",
+    "PREFILL",
+    "DecodeConfig",
+    "HeadConfig",
+    "LinearConfig",
+    "PrefillConfig",
+    "decode_config",
+    "head_configs",
+    "linear_configs",
+    "pdl_options",
+    "prefill_config",
+]
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,50 @@ class PrefillConfig:
     extra: tuple[tuple[str, int], ...] = ()
 
 
+@dataclass(frozen=True)
+class HeadConfig:
+    """How ``absorb_query`` or ``expand_values`` runs: a product of one head's rows and weight per program.
+
+    Attributes:
+        block_t: tokens of a tile.
+        block_n: columns of a tile.
+        block_k: of the summed dim, at a time.
+        num_warps: warps of a program.
+        num_stages: software pipeline depth.
+        extra: further compile options of the target.
+    """
+
+    block_t: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    extra: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """How ``linear`` runs where the rows are few; above that torch's product does.
+
+    Attributes:
+        most_rows: rows of x up to which this serves.
+        least_n: rows of all weights from which this serves.
+        block_n: rows of the weight of a program.
+        block_k: of the summed dim, at a time.
+        num_warps: warps of a program, which share ``block_k``.
+        num_stages: software pipeline depth.
+        fetched: columns of each weight row that are brought to the L2 cache before the wait.
+    """
+
+    most_rows: int
+    least_n: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    fetched: int = 0
+
+
 _GFX942 = (("waves_per_eu", 1), ("matrix_instr_nonkdim", 16), ("kpack", 2))
 _GFX950 = (("waves_per_eu", 1), ("matrix_instr_nonkdim", 16))
 
@@ -95,6 +154,47 @@ PREFILL: Mapping[tuple[str, str], PrefillConfig] = MappingProxyType(
 )
 
 
+# (arch, kind of operand) -> configs by rising tile of tokens: the first that holds the step's tokens is taken.
+ABSORB: Mapping[tuple[str, str], tuple[HeadConfig, ...]] = MappingProxyType(
+    {
+        ("sm_90", "half"): (HeadConfig(16, 128, 128, 4, 2), HeadConfig(64, 128, 128, 4, 2)),
+        ("gfx942", "half"): (HeadConfig(16, 64, 64, 4, 2, _GFX942), HeadConfig(64, 64, 64, 4, 2, _GFX942)),
+        ("gfx950", "half"): (HeadConfig(16, 64, 64, 4, 2, _GFX950), HeadConfig(64, 64, 64, 4, 2, _GFX950)),
+        ("*", "half"): (HeadConfig(16, 64, 64, 4, 2), HeadConfig(64, 64, 64, 4, 2)),
+        ("*", "float"): (HeadConfig(16, 32, 32, 4, 1),),
+    }
+)
+EXPAND: Mapping[tuple[str, str], tuple[HeadConfig, ...]] = MappingProxyType(
+    {
+        ("sm_90", "half"): (
+            HeadConfig(16, 64, 256, 4, 2),
+            HeadConfig(64, 64, 128, 4, 3),
+            HeadConfig(128, 128, 64, 8, 4),
+        ),
+        ("gfx942", "half"): (HeadConfig(16, 32, 128, 4, 2, _GFX942), HeadConfig(64, 64, 64, 4, 2, _GFX942)),
+        ("gfx950", "half"): (HeadConfig(16, 32, 128, 4, 2, _GFX950), HeadConfig(64, 64, 64, 4, 2, _GFX950)),
+        ("*", "half"): (HeadConfig(16, 32, 128, 4, 2), HeadConfig(64, 64, 64, 4, 2)),
+        ("*", "float"): (HeadConfig(16, 32, 32, 4, 1),),
+    }
+)
+
+# (arch, kind of operand) -> configs, of which the first that serves is taken. Where there is none, torch's product
+# runs; "cpu" is the interpreter.
+LINEAR: Mapping[tuple[str, str], tuple[LinearConfig, ...]] = MappingProxyType(
+    {
+        ("sm_90", "half"): (
+            LinearConfig(1, 4096, 8, 512, 4, 1, 512),
+            LinearConfig(8, 4096, 16, 512, 4, 3, 512),
+            LinearConfig(8, 0, 16, 512, 4, 4, 512),
+        ),
+        ("cpu", "float"): (LinearConfig(1, 0, 4, 32, 4, 1), LinearConfig(8, 0, 16, 64, 2, 1)),
+    }
+)
+
+# Where a kernel may start before the one in front of it has ended (programmatic dependent launch).
+_PDL = frozenset({"sm_90"})
+
+
 def _kind(dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
     if dtype == torch.float32:
         return "float"
@@ -116,3 +216,21 @@ def prefill_config(arch: str, dtype: torch.dtype) -> PrefillConfig:
     """The row for an architecture and dtype, or the safe one."""
     kind = _kind(dtype, dtype)
     return PREFILL.get((arch, kind)) or PREFILL["*", kind]
+
+
+def head_configs(
+    table: Mapping[tuple[str, str], tuple[HeadConfig, ...]], arch: str, dtype: torch.dtype
+) -> tuple[HeadConfig, ...]:
+    """The rows of :data:`ABSORB` or :data:`EXPAND` for an architecture and dtype, or the safe ones."""
+    kind = _kind(dtype, dtype)
+    return table.get((arch, kind)) or table["*", kind]
+
+
+def linear_configs(arch: str, dtype: torch.dtype) -> tuple[LinearConfig, ...]:
+    """The rows of :data:`LINEAR`, none for most architectures."""
+    return LINEAR.get((arch, _kind(dtype, dtype)), ())
+
+
+def pdl_options(arch: str) -> Mapping[str, bool]:
+    """Launch options of a kernel that waits for its inputs itself; empty where that cannot be."""
+    return {"launch_pdl": True} if arch in _PDL else {}

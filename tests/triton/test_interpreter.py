@@ -14,7 +14,7 @@ FILES = (
     "test_cache.py",
     "test_decode.py",
     "test_fused_layer.py",
-    "test_layer_ops.py",
+    "test_layer_kernels.py",
     "test_plan_kernel.py",
     "test_ragged.py",
     "test_triton_ops.py",

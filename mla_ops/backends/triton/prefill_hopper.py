@@ -40,23 +40,24 @@ def _produce(
     rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
     for half in gl.static_range(2):
         row = first_row + half * (BLOCK_M // 2) + gl.arange(0, BLOCK_M // 2, rows_layout)
-        _copy_rows(q_tile[0].index(half), q_head, row, row < queries, stride_q, 0, WIDE, layout)
+        live = (row < queries) & (blocks > 0)
+        _copy_rows(q_tile[0].index(half), q_head, row, live, stride_q, 0, WIDE, layout)
         if NARROW > 0:
-            _copy_rows(q_tile[1].index(half), q_head, row, row < queries, stride_q, WIDE, NARROW, layout)
+            _copy_rows(q_tile[1].index(half), q_head, row, live, stride_q, WIDE, NARROW, layout)
     async_copy.mbarrier_arrive(q_full, increment_count=False)
     for count in range(blocks):
         place = count % 2
         phase = (count // 2 + 1) % 2
         key = (blocks - 1 - count) * BLOCK_N + gl.arange(0, BLOCK_N, rows_layout)
         # What lies behind the last key belongs to another request and may be NaN: it is never read.
-        live = key < keys
+        there = key < keys
         mbarrier.wait(k_free.index(place), phase)
-        _copy_rows(k_tile[0].index(place), k_head, key, live, stride_k, 0, WIDE, layout)
+        _copy_rows(k_tile[0].index(place), k_head, key, there, stride_k, 0, WIDE, layout)
         if NARROW > 0:
-            _copy_rows(k_tile[1].index(place), k_head, key, live, stride_k, WIDE, NARROW, layout)
+            _copy_rows(k_tile[1].index(place), k_head, key, there, stride_k, WIDE, NARROW, layout)
         async_copy.mbarrier_arrive(k_full.index(place), increment_count=False)
         mbarrier.wait(v_free.index(place), phase)
-        _copy_rows(v_tile.index(place), v_head, key, live, stride_v, 0, V, layout)
+        _copy_rows(v_tile.index(place), v_head, key, there, stride_v, 0, V, layout)
         async_copy.mbarrier_arrive(v_full.index(place), increment_count=False)
 
 
@@ -79,7 +80,7 @@ def _weigh(scores, key, visible, m, l, qk_scale, MASKED: gl.constexpr):
         scores = gl.where(key[None, :] < visible[:, None], scores, -float("inf"))
     m_new = gl.maximum(m, gl.max(scores, 1) * qk_scale)
     # a row that sees no key yet has -inf here, and -inf - -inf is NaN
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
+    shift = gl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
     p = gl.exp2(scores * qk_scale - shift[:, None])
     alpha = gl.exp2(m - shift)
     return p, alpha, m_new, l * alpha + gl.sum(p, 1)

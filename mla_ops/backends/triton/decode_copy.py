@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment, misc"
 """The warpgroup of the Hopper decode kernels that copies while others compute, in Gluon."""
 
 from __future__ import annotations
@@ -112,13 +112,11 @@ def _piece(address, near, PIECE: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
     OF_HALF: gl.constexpr = R // 2 // WIDTH
     if PIECE < OF_HALF:
         first = near * (R // 2) + PIECE * WIDTH
-        WORDS: gl.constexpr = WIDTH // 4
     elif PIECE < 2 * OF_HALF:
         first = (1 - near) * (R // 2) + (PIECE - OF_HALF) * WIDTH
-        WORDS: gl.constexpr = WIDTH // 4
     else:
         first = R
-        WORDS: gl.constexpr = P // 4
+    WORDS: gl.constexpr = (WIDTH if PIECE < 2 * OF_HALF else P) // 4
     words = (address + first).to(gl.pointer_type(gl.int32), bitcast=True)
     return words[:, None] + gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
 

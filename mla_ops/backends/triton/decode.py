@@ -257,10 +257,10 @@ def _scratch(q: Tensor, parts: tuple[int, ...], num_requests: int) -> tuple[Tens
 
 
 def _config(q: Tensor, kv_cache: Tensor, rows: int, rank: int) -> DecodeConfig:
-    """The table's row, or the portable one where the rows of the cache are not of 16-byte pieces or too short."""
+    """The table's row, or the portable one where rows are not of 16-byte pieces, too short or too long, or q is fp8."""
     config = decode_config(arch_of(q), rows, output_dtype(q), kv_cache.dtype)
     aligned = not any(x.data_ptr() % 16 or x.stride(0) % 16 or x.stride(1) % 16 for x in (q, kv_cache))
-    if config.kernel == "portable" or (aligned and rank >= 64 and q.dtype == output_dtype(q)):
+    if config.kernel == "portable" or (aligned and 128 <= rank <= 512 and q.dtype == output_dtype(q)):
         return config
     return decode_config("*", rows, output_dtype(q), kv_cache.dtype)
 

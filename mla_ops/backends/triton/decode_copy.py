@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment, misc"
 """The warpgroup of the Hopper decode kernels that copies while others compute, in Gluon."""
 
 from __future__ import annotations
@@ -106,24 +106,19 @@ _TO_BFLOAT: gl.constexpr = gl.constexpr("""{
 
 
 @gluon.jit
-def _load_piece(
-    address, live, near, PIECE: gl.constexpr, R: gl.constexpr, P: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """64 columns or less of a block, four in a word: of the near half, of the far half, the rope columns."""
+def _piece(address, near, PIECE: gl.constexpr, R: gl.constexpr, P: gl.constexpr, layout: gl.constexpr):
+    """Addresses of 64 columns or less of a block, four in a word: of the near half, the far half, the rope columns."""
     WIDTH: gl.constexpr = min(64, R // 2)
     OF_HALF: gl.constexpr = R // 2 // WIDTH
     if PIECE < OF_HALF:
         first = near * (R // 2) + PIECE * WIDTH
-        WORDS: gl.constexpr = WIDTH // 4
     elif PIECE < 2 * OF_HALF:
         first = (1 - near) * (R // 2) + (PIECE - OF_HALF) * WIDTH
-        WORDS: gl.constexpr = WIDTH // 4
     else:
         first = R
-        WORDS: gl.constexpr = P // 4
+    WORDS: gl.constexpr = (WIDTH if PIECE < 2 * OF_HALF else P) // 4
     words = (address + first).to(gl.pointer_type(gl.int32), bitcast=True)
-    column = gl.arange(0, WORDS, gl.SliceLayout(0, layout))
-    return gl.load(words[:, None] + column[None, :], mask=live[:, None], other=0)
+    return words[:, None] + gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
@@ -140,27 +135,38 @@ def _store_piece(target, words, FIRST: gl.constexpr, asm: gl.constexpr):
 
 
 @gluon.jit
+def _stage(staged, cells, live, PIECE: gl.constexpr):
+    copy_async(staged.index(PIECE).slice(0, cells.shape[1], dim=1), cells, mask=live[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
 def _convert_blocks(
-    rows_of, low, high, kv_tile, bars, phases,
+    rows_of, low, high, kv_tile, bars, phases, staged,
     R: gl.constexpr, P: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CROSSED: gl.constexpr,
-    AHEAD: gl.constexpr,
+    STAGED: gl.constexpr,
 ):  # fmt: skip
     """Bring blocks low..high of an fp8 cache to the tile's dtype on the way, a piece at a time.
 
-    Up to AHEAD pieces are under way in registers.
+    What is under way goes to ``staged`` [pieces of a block, BLOCK_N, 16] words of shared memory, or, without
+    STAGED, is four pieces in registers.
     """
     kv_near, kv_far, kv_r = kv_tile
     full_near, full_far, free_near, free_far = bars[0], bars[1], bars[2], bars[3]
     WIDTH: gl.constexpr = min(64, R // 2)
     OF_HALF: gl.constexpr = R // 2 // WIDTH
     PIECES: gl.constexpr = 2 * OF_HALF + (1 if P > 0 else 0)
+    AHEAD: gl.constexpr = PIECES if STAGED else min(4, PIECES)
     asm: gl.constexpr = _TO_BFLOAT if kv_near.dtype == gl.bfloat16 else _TO_HALF
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     address, live = _rows_of_block(rows_of, low, PAGE_SIZE, BLOCK_N, layout)
-    ahead: gl.constexpr = min(AHEAD, PIECES)
-    pieces = ()
-    for piece in gl.static_range(ahead):
-        pieces = pieces + (_load_piece(address, live, 0, piece, R, P, layout),)  # noqa: RUF005
+    under_way = ()
+    for piece in gl.static_range(AHEAD):
+        first_cells = _piece(address, 0, piece, R, P, layout)
+        if STAGED:
+            _stage(staged, first_cells, live, piece)
+        else:
+            under_way = under_way + (gl.load(first_cells, mask=live[:, None], other=0),)  # noqa: RUF005
     for block in range(low, high):
         place = (block - low) % 2
         phase = (phases >> place) & 1
@@ -178,29 +184,41 @@ def _convert_blocks(
                 fence_async_shared()
                 signal(full_near.index(place))
                 mbarrier.wait(free_far.index(place), phase)
+            if STAGED:
+                async_copy.wait_group(AHEAD - 1)
+                words = staged.index(piece).slice(0, WIDTH // 4 if piece < 2 * OF_HALF else P // 4, dim=1).load(layout)
+            else:
+                words = under_way[0]
             if piece < OF_HALF:
-                _store_piece(kv_near.index(place), pieces[0], piece * WIDTH, asm)
+                _store_piece(kv_near.index(place), words, piece * WIDTH, asm)
             elif piece < 2 * OF_HALF:
-                _store_piece(kv_far.index(place), pieces[0], (piece - OF_HALF) * WIDTH, asm)
+                _store_piece(kv_far.index(place), words, (piece - OF_HALF) * WIDTH, asm)
             else:
-                _store_piece(kv_r.index(place), pieces[0], 0, asm)
-            if piece + ahead < PIECES:
-                loaded = _load_piece(address, live, near, piece + ahead, R, P, layout)
+                _store_piece(kv_r.index(place), words, 0, asm)
+            if piece + AHEAD < PIECES:
+                cells = _piece(address, near, piece + AHEAD, R, P, layout)
+                there = live
             else:
-                loaded = _load_piece(address_next, live_next, near_next, piece + ahead - PIECES, R, P, layout)
-            pieces = pieces[1:] + (loaded,)  # noqa: RUF005
+                cells = _piece(address_next, near_next, piece + AHEAD - PIECES, R, P, layout)
+                there = live_next
+            if STAGED:
+                _stage(staged, cells, there, piece)
+            else:
+                under_way = under_way[1:] + (gl.load(cells, mask=there[:, None], other=0),)  # noqa: RUF005
         fence_async_shared()
         signal(full_far.index(place))
         address = address_next
         live = live_next
+    if STAGED:
+        async_copy.wait_group(0)
     return phases
 
 
 @gluon.jit
 def produce(
-    plan, walk, q, kv_cache, kv_indices, strides, q_tile, kv_tile, bars,
+    plan, walk, q, kv_cache, kv_indices, strides, q_tile, kv_tile, staged, bars,
     R: gl.constexpr, P: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    CHUNK: gl.constexpr, CROSSED: gl.constexpr, AHEAD: gl.constexpr,
+    CHUNK: gl.constexpr, CROSSED: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """Copy the tile of q of each request, and the blocks of its keys into two places in turn.
 
@@ -237,5 +255,5 @@ def produce(
             phases = _copy_blocks(rows_of, low, high, kv_tile, bars, phases, R, P, PAGE_SIZE, BLOCK_N, CROSSED)
         else:
             phases = _convert_blocks(
-                rows_of, low, high, kv_tile, bars, phases, R, P, PAGE_SIZE, BLOCK_N, CROSSED, AHEAD
+                rows_of, low, high, kv_tile, bars, phases, staged, R, P, PAGE_SIZE, BLOCK_N, CROSSED, STAGED
             )

@@ -148,7 +148,11 @@ def decode_hopper_narrow_kernel(
     kv_r = gl.allocate_shared_memory(dtype, [2, BLOCK_N, P if P > 0 else 16], rope_shared)
     weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(min(BLOCK_M * 2, 128), 16, 2))
     same: gl.constexpr = kv_cache.dtype.element_ty == dtype
-    registers: gl.constexpr = 104 if same else 200 if gl.num_warps() == 4 else 168
+    staged = ()
+    if not same:
+        width: gl.constexpr = min(64, HALF)
+        pieces: gl.constexpr = 2 * (HALF // width) + (1 if P > 0 else 0)
+        staged = gl.allocate_shared_memory(gl.int32, [pieces, BLOCK_N, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     bars = make_bars(128 if same else 1, 1)
     results = (out, lse, part_out, part_lse, spans)
     strides = (stride_token, stride_head, stride_page, stride_row)
@@ -156,9 +160,9 @@ def decode_hopper_narrow_kernel(
         [
             (_consume, (plan, walk, results, (qk_scale, v_scale), (q_c, q_r), (kv_near, kv_far, kv_r), weights, bars,
                         R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK)),
-            (produce, (plan, walk, q, kv_cache, kv_indices, strides, (q_c, q_r), (kv_near, kv_far, kv_r), bars,
-                       R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, False, 8)),
+            (produce, (plan, walk, q, kv_cache, kv_indices, strides, (q_c, q_r), (kv_near, kv_far, kv_r), staged, bars,
+                       R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, False, not same)),
         ],
         [4],
-        [registers],
+        [104],
     )  # fmt: skip

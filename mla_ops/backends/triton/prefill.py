@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_ops.backends.triton.configs import PrefillConfig, prefill_config
-from mla_ops.backends.triton.launch import Launch, arch_of, compute_units, is_power_of_two, refuse
+from mla_ops.backends.triton.launch import Launch, arch_of, is_power_of_two, refuse
 from mla_ops.backends.triton.prefill_hopper import prefill_hopper_kernel
 
 __all__ = ["mla_prefill", "prefill_launch"]
@@ -111,9 +111,7 @@ def prefill_launch(
     }
     grid = (triton.cdiv(max_seqlen_q, config.block_m), q.shape[1], max(1, num_requests))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.extra)}
-    if config.kernel == "hopper":
-        return Launch(prefill_hopper_kernel, (min(math.prod(grid), compute_units(q)),), args, options)
-    return Launch(prefill_kernel, grid, args, options)
+    return Launch(prefill_hopper_kernel if config.kernel == "hopper" else prefill_kernel, grid, args, options)
 
 
 def _hopper_can(q: Tensor, k: Tensor, v: Tensor, wide: int, narrow: int) -> bool:

@@ -24,32 +24,6 @@ __all__ = ["prefill_hopper_kernel"]
 
 
 @gluon.jit
-def _tile(lens, tile, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """The tile's head; first query, all queries, first key, keys; its first row; blocks of keys that a row sees whole
-    and that some row sees. A tile beyond its request's rows has no blocks."""
-    cu_seqlens_q, cu_seqlens_k, num_heads, max_seqlen_q, max_seqlen_k = lens
-    row_blocks = (max_seqlen_q + BLOCK_M - 1) // BLOCK_M
-    head = tile // row_blocks % num_heads
-    request = tile // row_blocks // num_heads
-    first_q = gl.load(cu_seqlens_q + request)
-    first_k = gl.load(cu_seqlens_k + request)
-    all_queries = gl.load(cu_seqlens_q + request + 1) - first_q
-    all_keys = gl.load(cu_seqlens_k + request + 1) - first_k
-    queries = gl.minimum(all_queries, max_seqlen_q)
-    keys = gl.minimum(all_keys, max_seqlen_k)
-    # The longest rows of a causal block first, so that the short ones fill the end.
-    first_row = ((queries + BLOCK_M - 1) // BLOCK_M - 1 - tile % row_blocks) * BLOCK_M
-    shift = all_keys - all_queries  # the last query sees the last key
-    end = keys
-    whole = keys // BLOCK_N
-    if CAUSAL:
-        end = gl.minimum(gl.maximum(first_row + BLOCK_M + shift, 0), keys)
-        whole = gl.minimum(gl.maximum(first_row + shift + 1, 0), keys) // BLOCK_N
-    blocks = gl.where(first_row < 0, 0, (end + BLOCK_N - 1) // BLOCK_N)
-    return head, first_q, all_queries, queries, first_k, keys, shift, first_row, whole, blocks
-
-
-@gluon.jit
 def _copy_rows(target, base, row, live, stride, FIRST: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
     column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     copy_async(target, base + (row.to(gl.int64) * stride)[:, None] + column[None, :], mask=live[:, None])
@@ -57,45 +31,34 @@ def _copy_rows(target, base, row, live, stride, FIRST: gl.constexpr, WIDTH: gl.c
 
 @gluon.jit
 def _produce(
-    lens, tiles, q, k, v, strides, q_tile, k_tile, v_tile, bars,
+    tile, q_head, k_head, v_head, stride_q, stride_k, stride_v, q_tile, k_tile, v_tile, bars,
     WIDE: gl.constexpr, NARROW: gl.constexpr, V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head = strides
-    q_full, q_free, k_full, k_free, v_full, v_free = bars
+    first_row, queries, keys, blocks = tile[0], tile[1], tile[2], tile[5]
+    q_full, k_full, k_free, v_full, v_free = bars
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    q_phase = 1
-    count = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        head, first_q, _, queries, first_k, keys, _, first_row, _, blocks = _tile(lens, tile, BLOCK_M, BLOCK_N, CAUSAL)
-        if blocks > 0:
-            mbarrier.wait(q_free, q_phase)
-            q_phase ^= 1
-            q_head = q + first_q.to(gl.int64) * stride_q + head * stride_q_head
-            for half in gl.static_range(2):
-                row = first_row + half * (BLOCK_M // 2) + gl.arange(0, BLOCK_M // 2, rows_layout)
-                _copy_rows(q_tile[0].index(half), q_head, row, row < queries, stride_q, 0, WIDE, layout)
-                if NARROW > 0:
-                    _copy_rows(q_tile[1].index(half), q_head, row, row < queries, stride_q, WIDE, NARROW, layout)
-            async_copy.mbarrier_arrive(q_full, increment_count=False)
-            k_head = k + first_k.to(gl.int64) * stride_k + head * stride_k_head
-            v_head = v + first_k.to(gl.int64) * stride_v + head * stride_v_head
-            for ahead in range(blocks):
-                place = count % 2
-                phase = (count // 2 + 1) % 2
-                count += 1
-                key = (blocks - 1 - ahead) * BLOCK_N + gl.arange(0, BLOCK_N, rows_layout)
-                # What lies behind the last key belongs to another request and may be NaN: it is never read.
-                live = key < keys
-                mbarrier.wait(k_free.index(place), phase)
-                _copy_rows(k_tile[0].index(place), k_head, key, live, stride_k, 0, WIDE, layout)
-                if NARROW > 0:
-                    _copy_rows(k_tile[1].index(place), k_head, key, live, stride_k, WIDE, NARROW, layout)
-                async_copy.mbarrier_arrive(k_full.index(place), increment_count=False)
-                mbarrier.wait(v_free.index(place), phase)
-                _copy_rows(v_tile.index(place), v_head, key, live, stride_v, 0, V, layout)
-                async_copy.mbarrier_arrive(v_full.index(place), increment_count=False)
+    for half in gl.static_range(2):
+        row = first_row + half * (BLOCK_M // 2) + gl.arange(0, BLOCK_M // 2, rows_layout)
+        live = (row < queries) & (blocks > 0)
+        _copy_rows(q_tile[0].index(half), q_head, row, live, stride_q, 0, WIDE, layout)
+        if NARROW > 0:
+            _copy_rows(q_tile[1].index(half), q_head, row, live, stride_q, WIDE, NARROW, layout)
+    async_copy.mbarrier_arrive(q_full, increment_count=False)
+    for count in range(blocks):
+        place = count % 2
+        phase = (count // 2 + 1) % 2
+        key = (blocks - 1 - count) * BLOCK_N + gl.arange(0, BLOCK_N, rows_layout)
+        # What lies behind the last key belongs to another request and may be NaN: it is never read.
+        there = key < keys
+        mbarrier.wait(k_free.index(place), phase)
+        _copy_rows(k_tile[0].index(place), k_head, key, there, stride_k, 0, WIDE, layout)
+        if NARROW > 0:
+            _copy_rows(k_tile[1].index(place), k_head, key, there, stride_k, WIDE, NARROW, layout)
+        async_copy.mbarrier_arrive(k_full.index(place), increment_count=False)
+        mbarrier.wait(v_free.index(place), phase)
+        _copy_rows(v_tile.index(place), v_head, key, there, stride_v, 0, V, layout)
+        async_copy.mbarrier_arrive(v_full.index(place), increment_count=False)
 
 
 @gluon.jit
@@ -117,7 +80,7 @@ def _weigh(scores, key, visible, m, l, qk_scale, MASKED: gl.constexpr):
         scores = gl.where(key[None, :] < visible[:, None], scores, -float("inf"))
     m_new = gl.maximum(m, gl.max(scores, 1) * qk_scale)
     # a row that sees no key yet has -inf here, and -inf - -inf is NaN
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
+    shift = gl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
     p = gl.exp2(scores * qk_scale - shift[:, None])
     alpha = gl.exp2(m - shift)
     return p, alpha, m_new, l * alpha + gl.sum(p, 1)
@@ -125,15 +88,16 @@ def _weigh(scores, key, visible, m, l, qk_scale, MASKED: gl.constexpr):
 
 @gluon.jit
 def _blocks(
-    q_tile, k_tile, v_tile, bars, high, low, count, visible, qk_scale, m, l, p, values, zeros, column,
+    q_tile, k_tile, v_tile, bars, high, low, last, visible, qk_scale, m, l, p, values, zeros, column,
     NARROW: gl.constexpr, BLOCK_N: gl.constexpr, MINE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Score and weigh blocks high - 1 down to low; each time the weights of the block before are used up."""
-    k_full, k_free, v_full, v_free = bars[2], bars[3], bars[4], bars[5]
+    """Score and weigh blocks high - 1 down to low of ``last`` + 1; each time the weights of the one before are used."""
+    k_full, k_free, v_full, v_free = bars[1], bars[2], bars[3], bars[4]
     dtype: gl.constexpr = v_tile.dtype
     p_layout: gl.constexpr = p.type.layout
     o_rows: gl.constexpr = gl.SliceLayout(1, values.type.layout)
     for block in range(high - 1, low - 1, -1):
+        count = last - block
         scores = _start_scores(q_tile, k_tile, k_full, count, NARROW, MINE, zeros)
         before = (count - 1) % 2
         mbarrier.wait(v_full.index(before), ((count - 1) // 2) % 2)
@@ -146,28 +110,17 @@ def _blocks(
         signal(v_free.index(before))
         p = gl.convert_layout(weights.to(dtype), p_layout)
         values = values * gl.convert_layout(alpha, o_rows)[:, None]
-        count += 1
-    return count, m, l, p, values
-
-
-@gluon.jit
-def _clear_rows(out, lse, low, high, head, num_heads, V: gl.constexpr, layout: gl.constexpr):
-    for start in range(low, high, 16):
-        token = start + gl.arange(0, 16, gl.SliceLayout(1, layout))
-        target = token.to(gl.int64) * num_heads + head
-        cells = out + target[:, None] * V + gl.arange(0, V, gl.SliceLayout(0, layout))[None, :]
-        gl.store(cells, gl.zeros([16, V], out.dtype.element_ty, layout), mask=(token < high)[:, None])
-        gl.store(lse + target, gl.full([16], -float("inf"), gl.float32, token.type.layout), mask=token < high)
+    return m, l, p, values
 
 
 @gluon.jit
 def _consume(
-    lens, tiles, results, qk_scale, q_tile, k_tile, v_tile, bars,
+    tile, head, first_q, out, lse, num_heads, qk_scale, q_tile, k_tile, v_tile, bars,
     NARROW: gl.constexpr, V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
     MINE: gl.constexpr,
 ):  # fmt: skip
-    out, lse, num_tokens, num_requests = results
-    q_full, q_free, k_full, k_free, v_full, v_free = bars
+    first_row, queries, keys, shift, whole, blocks = tile
+    q_full, k_full, k_free, v_full = bars[0], bars[1], bars[2], bars[3]
     ROWS: gl.constexpr = BLOCK_M // 2
     dtype: gl.constexpr = v_tile.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -175,64 +128,54 @@ def _consume(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    io_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    cu_seqlens_q, num_heads, max_seqlen_q = lens[0], lens[2], lens[3]
-    q_phase = 0
-    count = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        head, first_q, all_queries, queries, _, keys, shift, first_row, whole, blocks = _tile(
-            lens, tile, BLOCK_M, BLOCK_N, CAUSAL
-        )
-        row = first_row + MINE * ROWS + gl.arange(0, ROWS, s_rows)
-        m = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
-        l = gl.zeros([ROWS], gl.float32, s_rows)
-        values = gl.zeros([ROWS, V], gl.float32, o_layout)
-        if blocks > 0:
-            visible = gl.zeros([ROWS], gl.int32, s_rows) + keys
-            if CAUSAL:
-                visible = gl.minimum(row + shift + 1, keys)
-            mbarrier.wait(q_full, q_phase)
-            q_phase ^= 1
-            scores = _start_scores(q_tile, k_tile, k_full, count, NARROW, MINE, zeros)
-            logits = warpgroup_mma_wait(0, deps=[scores])
-            signal(k_free.index(count % 2))
-            weights, _alpha, m, l = _weigh(logits, (blocks - 1) * BLOCK_N + column, visible, m, l, qk_scale, True)
-            p = gl.convert_layout(weights.to(dtype), p_layout)
-            count += 1
-            masked = gl.minimum(whole, blocks - 1)
-            count, m, l, p, values = _blocks(
-                q_tile, k_tile, v_tile, bars, blocks - 1, masked, count, visible, qk_scale, m, l, p, values, zeros,
-                column, NARROW, BLOCK_N, MINE, True,
-            )  # fmt: skip
-            count, m, l, p, values = _blocks(
-                q_tile, k_tile, v_tile, bars, masked, 0, count, visible, qk_scale, m, l, p, values, zeros, column,
-                NARROW, BLOCK_N, MINE, False,
-            )  # fmt: skip
-            signal(q_free)
-            before = (count - 1) % 2
-            mbarrier.wait(v_full.index(before), ((count - 1) // 2) % 2)
-            fence_async_shared()
-            values = warpgroup_mma(p, v_tile.index(before), values)
-            signal(v_free.index(before))
-        if first_row >= 0:
-            l = gl.where(l == 0.0, 1.0, l)  # of a row that sees no key: values are 0 and m -inf
-            values = values * gl.convert_layout(1.0 / l, o_rows)[:, None]
-            o_row = first_row + MINE * ROWS + gl.arange(0, ROWS, o_rows)
-            target = (first_q + o_row).to(gl.int64) * num_heads + head
-            cells = out + target[:, None] * V + gl.arange(0, V, gl.SliceLayout(0, o_layout))[None, :]
-            gl.store(cells, values.to(out.dtype.element_ty), mask=(o_row < queries)[:, None])
-            in_lse = lse + (first_q + row).to(gl.int64) * num_heads + head
-            gl.store(in_lse, (m + gl.log2(l)) * LN_2, mask=row < queries)
-        if MINE == 0:
-            row_blocks = (max_seqlen_q + BLOCK_M - 1) // BLOCK_M
-            if tile % row_blocks == 0:
-                _clear_rows(out, lse, first_q + queries, first_q + all_queries, head, num_heads, V, io_layout)
-                if tile // row_blocks < num_heads:  # rows that no request has
-                    _clear_rows(out, lse, 0, gl.load(cu_seqlens_q), head, num_heads, V, io_layout)
-                    behind = gl.load(cu_seqlens_q + num_requests)
-                    _clear_rows(out, lse, behind, num_tokens, head, num_heads, V, io_layout)
+    row = first_row + MINE * ROWS + gl.arange(0, ROWS, s_rows)
+    m = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
+    l = gl.zeros([ROWS], gl.float32, s_rows)
+    values = gl.zeros([ROWS, V], gl.float32, o_layout)
+    if blocks > 0:
+        visible = gl.zeros([ROWS], gl.int32, s_rows) + keys
+        if CAUSAL:
+            visible = gl.minimum(row + shift + 1, keys)
+        last = blocks - 1
+        mbarrier.wait(q_full, 0)
+        scores = _start_scores(q_tile, k_tile, k_full, 0, NARROW, MINE, zeros)
+        logits = warpgroup_mma_wait(0, deps=[scores])
+        signal(k_free.index(0))
+        weights, _alpha, m, l = _weigh(logits, last * BLOCK_N + column, visible, m, l, qk_scale, True)
+        p = gl.convert_layout(weights.to(dtype), p_layout)
+        masked = gl.minimum(whole, last)
+        m, l, p, values = _blocks(
+            q_tile, k_tile, v_tile, bars, last, masked, last, visible, qk_scale, m, l, p, values, zeros, column,
+            NARROW, BLOCK_N, MINE, True,
+        )  # fmt: skip
+        m, l, p, values = _blocks(
+            q_tile, k_tile, v_tile, bars, masked, 0, last, visible, qk_scale, m, l, p, values, zeros, column,
+            NARROW, BLOCK_N, MINE, False,
+        )  # fmt: skip
+        mbarrier.wait(v_full.index(last % 2), (last // 2) % 2)
+        fence_async_shared()
+        values = warpgroup_mma(p, v_tile.index(last % 2), values)
+    l = gl.where(l == 0.0, 1.0, l)  # of a row that sees no key: values are 0 and m -inf
+    values = values * gl.convert_layout(1.0 / l, o_rows)[:, None]
+    o_row = first_row + MINE * ROWS + gl.arange(0, ROWS, o_rows)
+    target = (first_q + o_row).to(gl.int64) * num_heads + head
+    cells = out + target[:, None] * V + gl.arange(0, V, gl.SliceLayout(0, o_layout))[None, :]
+    gl.store(cells, values.to(out.dtype.element_ty), mask=(o_row < queries)[:, None])
+    in_lse = lse + (first_q + row).to(gl.int64) * num_heads + head
+    gl.store(in_lse, (m + gl.log2(l)) * LN_2, mask=row < queries)
+
+
+@gluon.jit
+def _clear_rows(out, lse, low, high, head, num_heads, V: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for start in range(low, high, 16):
+        token = start + gl.arange(0, 16, gl.SliceLayout(1, layout))
+        target = token.to(gl.int64) * num_heads + head
+        cells = out + target[:, None] * V + gl.arange(0, V, gl.SliceLayout(0, layout))[None, :]
+        gl.store(cells, gl.zeros([16, V], out.dtype.element_ty, layout), mask=(token < high)[:, None])
+        gl.store(lse + target, gl.full([16], -float("inf"), gl.float32, token.type.layout), mask=token < high)
 
 
 @gluon.jit(
@@ -247,10 +190,36 @@ def prefill_hopper_kernel(
     WIDE: gl.constexpr, NARROW: gl.constexpr, V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     CAUSAL: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of BLOCK_M query rows of a head of a request, from the program's number on in steps of the grid's size."""
+    """One block of query rows of one head of one request. Grid and clearing as in ``prefill_kernel``."""
     dtype: gl.constexpr = q.dtype.element_ty
-    lens = (cu_seqlens_q, cu_seqlens_k, num_heads, max_seqlen_q, max_seqlen_k)
-    tiles = (max_seqlen_q + BLOCK_M - 1) // BLOCK_M * num_heads * num_requests
+    block = gl.program_id(0)
+    head = gl.program_id(1)
+    request = gl.program_id(2)
+    first_q = gl.load(cu_seqlens_q + request)
+    first_k = gl.load(cu_seqlens_k + request)
+    all_queries = gl.load(cu_seqlens_q + request + 1) - first_q
+    all_keys = gl.load(cu_seqlens_k + request + 1) - first_k
+    queries = gl.minimum(all_queries, max_seqlen_q)
+    keys = gl.minimum(all_keys, max_seqlen_k)
+    if block == 0:
+        _clear_rows(out, lse, first_q + queries, first_q + all_queries, head, num_heads, V)
+        if request == 0:
+            _clear_rows(out, lse, 0, gl.load(cu_seqlens_q), head, num_heads, V)
+            _clear_rows(out, lse, gl.load(cu_seqlens_q + num_requests), num_tokens, head, num_heads, V)
+    # The longest rows of a causal block first, so that the short ones fill the end.
+    first_row = (gl.cdiv(queries, BLOCK_M) - 1 - block) * BLOCK_M
+    shift = all_keys - all_queries  # the last query sees the last key
+    end = keys
+    whole = keys // BLOCK_N  # blocks that every row sees whole
+    if CAUSAL:
+        end = gl.minimum(gl.maximum(first_row + BLOCK_M + shift, 0), keys)
+        whole = gl.minimum(gl.maximum(first_row + shift + 1, 0), keys) // BLOCK_N
+    if first_row < 0:  # nothing to do, which all warpgroups must find
+        first_row = 0
+        queries = 0
+        end = 0
+    tile = (first_row, queries, keys, shift, whole, gl.cdiv(end, BLOCK_N))
+
     ROWS: gl.constexpr = BLOCK_M // 2
     narrow_width: gl.constexpr = NARROW if NARROW > 0 else 16
     wide_shared: gl.constexpr = gl.NVMMASharedLayout(min(128, WIDE * 2), 16, 2)
@@ -266,30 +235,29 @@ def prefill_hopper_kernel(
     )
     v_tile = gl.allocate_shared_memory(dtype, [2, BLOCK_N, V], v_shared)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     # Each of the 128 copying threads arrives when its copies are there, and each warpgroup that reads once.
     mbarrier.init(q_full, count=128)
-    mbarrier.init(q_free, count=2)
     for place in gl.static_range(2):
         mbarrier.init(k_full.index(place), count=128)
         mbarrier.init(k_free.index(place), count=2)
         mbarrier.init(v_full.index(place), count=128)
         mbarrier.init(v_free.index(place), count=2)
-    bars = (q_full, q_free, k_full, k_free, v_full, v_free)
-    results = (out, lse, num_tokens, num_requests)
-    strides = (stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head)
+    bars = (q_full, k_full, k_free, v_full, v_free)
+    q_head = q + first_q.to(gl.int64) * stride_q + head * stride_q_head
+    k_head = k + first_k.to(gl.int64) * stride_k + head * stride_k_head
+    v_head = v + first_k.to(gl.int64) * stride_v + head * stride_v_head
     gl.warp_specialize(
         [
-            (_consume, (lens, tiles, results, softmax_scale_log2, q_tile, k_tile, v_tile, bars,
+            (_consume, (tile, head, first_q, out, lse, num_heads, softmax_scale_log2, q_tile, k_tile, v_tile, bars,
                         NARROW, V, BLOCK_M, BLOCK_N, CAUSAL, 0)),
-            (_consume, (lens, tiles, results, softmax_scale_log2, q_tile, k_tile, v_tile, bars,
+            (_consume, (tile, head, first_q, out, lse, num_heads, softmax_scale_log2, q_tile, k_tile, v_tile, bars,
                         NARROW, V, BLOCK_M, BLOCK_N, CAUSAL, 1)),
-            (_produce, (lens, tiles, q, k, v, strides, q_tile, k_tile, v_tile, bars,
-                        WIDE, NARROW, V, BLOCK_M, BLOCK_N, CAUSAL)),
+            (_produce, (tile, q_head, k_head, v_head, stride_q, stride_k, stride_v, q_tile, k_tile, v_tile, bars,
+                        WIDE, NARROW, V, BLOCK_M, BLOCK_N)),
         ],
         [4, 4],
         [224, 56],

@@ -84,7 +84,7 @@ class KernelWorkers:
         self._root = Path(tempfile.mkdtemp(prefix="kernel-workers-"))
         jobs, self._jobs = os.pipe()
         self._workers: list[_Worker] = []
-        targeted = [replace(unit, target=unit.target or arch) for unit in units]
+        targeted = [unit if unit.target else replace(unit, target=arch, launches_here=True) for unit in units]
         try:
             for index in range(count):
                 reader, writer = Pipe(duplex=False)

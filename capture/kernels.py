@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -23,15 +22,16 @@ from typing import Any
 
 from capture.launchers import build_launcher, take_launchers
 from capture.manifest import write_durably
+from capture.process import await_background, in_background
 from capture.relocate import is_group, located
 from capture.units import Phase, Unit, UnitResult
 
-__all__ = ["KernelBuildUnit", "await_triton_key", "is_target", "prebuilt_kernels", "read_triton_key", "target_driver"]
+__all__ = ["KernelBuildUnit", "is_target", "prebuilt_kernels", "read_triton_key", "target_driver"]
 
 _RECORD = "record.json"
 _NVIDIA_WARP, _AMD_WAVEFRONT = 32, 64
 _sources: ContextVar[tuple[Path, ...]] = ContextVar("prebuilt kernels", default=())
-_key_reader: threading.Thread | None = None
+_key_is_read = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,19 +66,13 @@ class KernelBuildUnit(Unit):
 
 
 def read_triton_key() -> None:
-    """Begin to hash Triton's library, hundreds of megabytes that all of its keys contain, in a thread of its own."""
-    global _key_reader
-    if _key_reader is None and "triton" in sys.modules:
+    """Begin to hash Triton's library, hundreds of megabytes that all of its keys contain, in the background."""
+    global _key_is_read
+    if not _key_is_read and "triton" in sys.modules:
         from triton.runtime import cache
 
-        _key_reader = threading.Thread(target=cache.triton_key, name="triton key", daemon=True)
-        _key_reader.start()
-
-
-def await_triton_key() -> None:
-    """Wait for :func:`read_triton_key`, if it was begun; without the wait, Triton would read it once more."""
-    if _key_reader is not None:
-        _key_reader.join()
+        _key_is_read = True
+        in_background("triton key", cache.triton_key)
 
 
 def is_target(arch: str) -> bool:
@@ -162,7 +156,7 @@ class _Keys:
     def __enter__(self) -> _Keys:
         from triton import knobs
 
-        await_triton_key()
+        await_background()  # else Triton would read its library twice
         self._runtime: Any = knobs.runtime
         self._before = (self._runtime.jit_cache_hook, self._runtime.jit_post_compile_hook)
         for source in self._sources:

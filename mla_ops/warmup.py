@@ -10,7 +10,9 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ from capture import (
     WarmupSpec,
 )
 from capture.kernels import read_triton_key
+from capture.process import open_device
 from mla_ops.backends.select import Choice, select
 from mla_ops.config import PRESETS, MLAConfig
 from mla_ops.integrations.aiter_units import aiter_fields, aiter_units
@@ -206,6 +209,8 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
     """
     config, layers_of_model = _resolve_model(model)
     config = config.shard(options.tp)
+    if not options.target:
+        _prepare(options)
     num_layers = options.layers or layers_of_model
     if num_layers is None:
         raise ValueError(f"{model} says nothing of layers; give a number of layers (--layers)")
@@ -244,6 +249,15 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
     )
 
 
+def _prepare(options: BuildOptions) -> None:
+    """Begin what the device's driver does alone, and import Triton meanwhile, which every backend of a GPU needs."""
+    open_device(options.device)
+    if options.device.startswith("cuda") and options.backend != "reference":
+        with suppress(ImportError):
+            import_module("mla_ops.backends.triton")
+            read_triton_key()
+
+
 def _ahead(
     name: str, config: MLAConfig, options: BuildOptions, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> WarmupSpec:
@@ -275,7 +289,6 @@ def _kernel_units(
     from mla_ops.backends.triton import variants
     from mla_ops.backends.triton.launch import arch_of_device
 
-    read_triton_key()
     arch = options.target or arch_of_device(torch.device(options.device))
     launches = variants(
         config,

@@ -249,15 +249,6 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
     )
 
 
-def _prepare(options: BuildOptions) -> None:
-    """Begin what the device's driver does alone, and import Triton meanwhile, which every backend of a GPU needs."""
-    open_device(options.device)
-    if options.device.startswith("cuda") and options.backend != "reference":
-        with suppress(ImportError):
-            import_module("mla_ops.backends.triton")
-            read_triton_key()
-
-
 def _ahead(
     name: str, config: MLAConfig, options: BuildOptions, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> WarmupSpec:
@@ -337,6 +328,15 @@ def _source_hash() -> str:
     for traced in ("functional.py", "module.py", "plan.py", "rope.py", "warmup.py"):
         digest.update((folder / traced).read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _prepare(options: BuildOptions) -> None:
+    """Begin what the device's driver does alone, and import Triton meanwhile, which every backend of a GPU needs."""
+    open_device(options.device)
+    if options.device.startswith("cuda") and options.backend != "reference":
+        with suppress(ImportError):
+            import_module("mla_ops.backends.triton")
+            read_triton_key()
 
 
 def _resolve_model(model: str | os.PathLike[str] | MLAConfig) -> tuple[MLAConfig, int | None]:

@@ -68,19 +68,20 @@ def open_device(device: str) -> None:
     """Begin to open a CUDA device in the background: its first use takes a third of a second that needs no interpreter.
 
     Whoever uses the device meanwhile waits for that, as for any first use. Where there is no CUDA, nothing happens.
+    Without an index only the driver starts: a context on another device than the one in use would waste its memory.
     """
     kind, _, index = device.partition(":")
     if kind == "cuda":
-        in_background("open the device", lambda: _open_cuda(int(index or 0)))
+        in_background("open the device", lambda: _open_cuda(int(index) if index else None))
 
 
-def _open_cuda(index: int) -> None:
+def _open_cuda(index: int | None) -> None:
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return
     chosen, context = ctypes.c_int(), ctypes.c_void_p()
-    if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(chosen), index) == 0:
+    if cuda.cuInit(0) == 0 and index is not None and cuda.cuDeviceGet(ctypes.byref(chosen), index) == 0:
         cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), chosen)  # the context that torch uses; kept for good
 
 

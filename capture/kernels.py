@@ -12,25 +12,26 @@ import hashlib
 import json
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from capture.launchers import build_launcher, take_launchers
 from capture.manifest import write_durably
+from capture.process import await_background, in_background
 from capture.relocate import is_group, located
 from capture.units import Phase, Unit, UnitResult
 
-__all__ = ["KernelBuildUnit", "await_triton_key", "is_target", "prebuilt_kernels", "read_triton_key", "target_driver"]
+__all__ = ["KernelBuildUnit", "is_target", "prebuilt_kernels", "read_triton_key", "target_driver"]
 
 _RECORD = "record.json"
 _NVIDIA_WARP, _AMD_WAVEFRONT = 32, 64
 _sources: ContextVar[tuple[Path, ...]] = ContextVar("prebuilt kernels", default=())
-_key_reader: threading.Thread | None = None
+_key_is_read = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,38 +42,37 @@ class KernelBuildUnit(Unit):
         compile: calls the kernel's ``warmup`` with what it will be launched with: tensors on the meta device (their
             dtypes, alignment and storage size count), numbers, options. Never a signature written by hand.
         target: ``sm_90``, ``gfx942`` ...; None: the device of this process.
+        launches_here: with a target: it is that of this machine's device, so also build what launches the kernel.
     """
 
     compile: Callable[[], object]
     target: str | None = None
+    launches_here: bool = False
     kind: str = "kernel"
     phase: Phase = "kernels"
 
     def build(self, resources: Any) -> UnitResult:
         with _Keys(_sources.get()) as keys:
             if self.target is None:
-                self.compile()
+                _load(self.compile())
             else:
-                with target_driver(self.target):
-                    self.compile()
+                with target_driver(self.target) as driver:
+                    kernel = self.compile()
+                if self.launches_here:
+                    with suppress(Exception):  # then the first launch makes it, or says why it cannot be
+                        build_launcher(kernel, driver.get_current_target().backend)
         origin = f"not compiled: was built ahead ({', '.join(keys.placed)})" if keys.placed else ""
         return UnitResult(origin=origin)
 
 
 def read_triton_key() -> None:
-    """Begin to hash Triton's library, hundreds of megabytes that all of its keys contain, in a thread of its own."""
-    global _key_reader
-    if _key_reader is None and "triton" in sys.modules:
+    """Begin to hash Triton's library, hundreds of megabytes that all of its keys contain, in the background."""
+    global _key_is_read
+    if not _key_is_read and "triton" in sys.modules:
         from triton.runtime import cache
 
-        _key_reader = threading.Thread(target=cache.triton_key, name="triton key", daemon=True)
-        _key_reader.start()
-
-
-def await_triton_key() -> None:
-    """Wait for :func:`read_triton_key`, if it was begun; without the wait, Triton would read it once more."""
-    if _key_reader is not None:
-        _key_reader.join()
+        _key_is_read = True
+        in_background("triton key", cache.triton_key)
 
 
 def is_target(arch: str) -> bool:
@@ -80,9 +80,18 @@ def is_target(arch: str) -> bool:
     return re.fullmatch(r"sm_?\d+a?|gfx9[0-9a-f]+", arch) is not None
 
 
+def _load(kernel: Any) -> None:
+    """Onto the device, as the first launch would: a kernel that cannot be loaded fails here and not in a capture."""
+    from triton.compiler import CompiledKernel
+    from triton.runtime import driver
+
+    if isinstance(kernel, CompiledKernel) and not isinstance(driver.active, _StandIn):
+        kernel[(1, 1, 1)]
+
+
 @contextmanager
 def prebuilt_kernels(directories: Iterable[Path]) -> Iterator[None]:
-    """Let :class:`KernelBuildUnit` take kernels from these Triton cache directories.
+    """Let :class:`KernelBuildUnit` take kernels, and what launches them, from these Triton cache directories.
 
     Only of checked files: what is there is loaded into the process.
     """
@@ -94,7 +103,7 @@ def prebuilt_kernels(directories: Iterable[Path]) -> Iterator[None]:
 
 
 @contextmanager
-def target_driver(target: str) -> Iterator[None]:
+def target_driver(target: str) -> Iterator[_StandIn]:
     """Triton's active driver is a stand-in for ``target``: it compiles, and cannot launch.
 
     Raises:
@@ -105,7 +114,7 @@ def target_driver(target: str) -> Iterator[None]:
     before = driver._active
     driver.set_active(_StandIn(target))
     try:
-        yield
+        yield driver.active
     finally:
         driver._active = before
 
@@ -147,9 +156,11 @@ class _Keys:
     def __enter__(self) -> _Keys:
         from triton import knobs
 
-        await_triton_key()
+        await_background()  # else Triton would read its library twice
         self._runtime: Any = knobs.runtime
         self._before = (self._runtime.jit_cache_hook, self._runtime.jit_post_compile_hook)
+        for source in self._sources:
+            take_launchers(source, _triton_directory())
         self._runtime.jit_cache_hook = self._place
         self._runtime.jit_post_compile_hook = self._record
         return self

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["builds_in_process", "import_seconds", "on_device"]
+__all__ = ["await_background", "builds_in_process", "import_seconds", "in_background", "on_device", "open_device"]
 
 _IMPORTED = time.monotonic()
 _first_run = True
+_background: list[threading.Thread] = []
 _CACHE_SWITCHES = {
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
     "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
@@ -46,6 +49,40 @@ def builds_in_process() -> Iterator[list[str]]:
             yield notes
         finally:
             os.environ.pop(threads, None)
+
+
+def in_background(name: str, work: Callable[[], object]) -> None:
+    """Run ``work``, which holds no interpreter lock for most of its time, in a thread of its own."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    _background.append(thread)
+    thread.start()
+
+
+def await_background() -> None:
+    """Wait for all that :func:`in_background` began."""
+    while _background:
+        _background.pop().join()
+
+
+def open_device(device: str) -> None:
+    """Begin to open a CUDA device in the background: its first use takes a third of a second that needs no interpreter.
+
+    Whoever uses the device meanwhile waits for that, as for any first use. Where there is no CUDA, nothing happens.
+    Without an index only the driver starts: a context on another device than the one in use would waste its memory.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        in_background("open the device", lambda: _open_cuda(int(index) if index else None))
+
+
+def _open_cuda(index: int | None) -> None:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    chosen, context = ctypes.c_int(), ctypes.c_void_p()
+    if cuda.cuInit(0) == 0 and index is not None and cuda.cuDeviceGet(ctypes.byref(chosen), index) == 0:
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), chosen)  # the context that torch uses; kept for good
 
 
 @contextmanager

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 __all__ = ["Distance", "as_integers", "changed_bits", "differing", "distance", "same_bits", "within_rounding"]
+
+_Name = TypeVar("_Name")
 
 # Allowed relative L2 error of a row, in rounding steps of its dtype.
 _NARROW_STEPS = 8  # 16 bits and fewer: sums run in fp32, what differs is the rounding of each layer's result
@@ -107,7 +110,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype is b.dtype and torch.equal(_bits(a), _bits(b))
 
 
-def differing(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+def differing(actual: Mapping[_Name, Tensor], expected: Mapping[_Name, Tensor]) -> list[_Name]:
     """The names whose tensors differ in any bit; waits for the device once, however many there are.
 
     Args:

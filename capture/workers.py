@@ -24,7 +24,8 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from capture.guard import CompileWatch
-from capture.kernels import KernelBuildUnit, await_triton_key, is_target
+from capture.kernels import KernelBuildUnit, is_target
+from capture.process import await_background
 from capture.units import Unit
 
 __all__ = ["BuiltKernel", "KernelWorkers", "usable_cores"]
@@ -84,7 +85,7 @@ class KernelWorkers:
         self._root = Path(tempfile.mkdtemp(prefix="kernel-workers-"))
         jobs, self._jobs = os.pipe()
         self._workers: list[_Worker] = []
-        targeted = [replace(unit, target=unit.target or arch) for unit in units]
+        targeted = [unit if unit.target else replace(unit, target=arch, launches_here=True) for unit in units]
         try:
             for index in range(count):
                 reader, writer = Pipe(duplex=False)
@@ -115,7 +116,7 @@ class KernelWorkers:
         count = min(len(kernels), usable_cores() if most is None else most)
         if count < 2 or not hasattr(os, "fork"):
             return None, ""
-        await_triton_key()  # its thread ends, and the workers need not read Triton's library again
+        await_background()  # no thread is left, and the workers need not read Triton's library again
         if (others := threading.active_count() - 1) > 0:
             return None, f"kernels are built one by one: this process has other threads ({others}) and is not forked"
         try:

@@ -10,7 +10,9 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ from capture import (
     WarmupSpec,
 )
 from capture.kernels import read_triton_key
+from capture.process import open_device
 from mla_ops.backends.select import Choice, select
 from mla_ops.config import PRESETS, MLAConfig
 from mla_ops.functional import rms_norm
@@ -213,6 +216,8 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
     """
     config, layers_of_model = _resolve_model(model)
     config = config.shard(options.tp)
+    if not options.target:
+        _prepare(options)
     num_layers = options.layers or layers_of_model
     if num_layers is None:
         raise ValueError(f"{model} says nothing of layers; give a number of layers (--layers)")
@@ -303,7 +308,6 @@ def _kernel_units(
     from mla_ops.backends.triton.launch import arch_of_device
     from mla_ops.backends.triton.plan_kernels import plan_variants
 
-    read_triton_key()
     arch = options.target or arch_of_device(torch.device(options.device))
     sizes: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "page_sizes": (options.page_size,), "arch": arch}
     if others == "triton":
@@ -349,6 +353,15 @@ def _source_hash() -> str:
     for traced in ("functional.py", "module.py", "plan.py", "rope.py", "warmup.py"):
         digest.update((folder / traced).read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _prepare(options: BuildOptions) -> None:
+    """Begin what the device's driver does alone, and import Triton meanwhile, which every backend of a GPU needs."""
+    open_device(options.device)
+    if options.device.startswith("cuda") and options.backend != "reference":
+        with suppress(ImportError):
+            import_module("mla_ops.backends.triton")
+            read_triton_key()
 
 
 def _resolve_model(model: str | os.PathLike[str] | MLAConfig) -> tuple[MLAConfig, int | None]:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +204,29 @@ def test_the_driver_and_the_hooks_are_as_before(monkeypatch: pytest.MonkeyPatch,
     assert driver._active is active
     assert (triton.knobs.runtime.jit_cache_hook, triton.knobs.runtime.jit_post_compile_hook) == hooks
     assert calls == ["before", "after"]
+
+
+class _Launcher:
+    """As a version of Triton has it that compiles what launches a kernel."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        path = Path(os.environ["TRITON_CACHE_DIR"], "key-of-the-launcher", "launcher.so")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(str(src.fn.arg_names).encode())
+
+
+@pytest.mark.usefixtures("on_gfx942")
+def test_what_launches_a_kernel_is_built_by_the_worker_and_checked_like_any_file(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SimpleNamespace(make_launcher=lambda: "", HIPLauncher=_Launcher)
+    monkeypatch.setitem(sys.modules, "triton.backends.amd.driver", made)
+    monkeypatch.setattr("capture.workers.usable_cores", lambda: 2)
+    assert all(unit.worker is not None for unit in run(cache).units)
+    (path,) = cache.glob("*/triton/key-of-the-launcher/launcher.so")
+    assert "x_ptr" in path.read_text()
+    path.write_bytes(b"damaged")
+    assert any(path.name in line for line in run(cache).quarantined)
 
 
 def test_a_failed_compilation_fails_its_unit_alone(cache: Path) -> None:

@@ -1,0 +1,61 @@
+"""What a warm-up begins in the background: the driver and the device, which nobody else must notice."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from capture.process import await_background, in_background, open_device
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the functions of CUDA's driver that were called, the device's number behind cuDeviceGet."""
+    made: list[str] = []
+
+    def get(chosen: Any, index: int) -> int:
+        made.append(f"cuDeviceGet {index}")
+        return 0
+
+    driver = SimpleNamespace(
+        cuInit=lambda flags: made.append("cuInit") or 0,  # type: ignore[func-returns-value]
+        cuDeviceGet=get,
+        cuDevicePrimaryCtxRetain=lambda *given: made.append("cuDevicePrimaryCtxRetain") or 0,  # type: ignore[func-returns-value]
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cuda:3", ["cuInit", "cuDeviceGet 3", "cuDevicePrimaryCtxRetain"]),
+        ("cuda", ["cuInit"]),
+        ("cpu", []),
+    ],
+)
+def test_only_a_device_that_is_named_gets_a_context(device: str, expected: list[str], calls: list[str]) -> None:
+    open_device(device)
+    await_background()
+    assert calls == expected
+
+
+def test_without_cuda_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    open_device("cuda:0")
+    await_background()
+
+
+def test_what_was_begun_is_waited_for_once() -> None:
+    done: list[int] = []
+    for number in range(3):
+        in_background("work", lambda number=number: done.append(number))  # type: ignore[misc]
+    await_background()
+    assert sorted(done) == [0, 1, 2]
+    await_background()

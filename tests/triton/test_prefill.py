@@ -14,11 +14,10 @@ def _indptr(lens: list[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *lens]).cumsum(0).to(device, torch.int32)
 
 
-def check_prefill(
+def _check(
     q_lens: list[int], k_lens: list[int], width: int, v_width: int, causal: bool, device: torch.device,
     dtype: torch.dtype = torch.float32, heads: int = 2,
 ) -> None:  # fmt: skip
-    """Prefill by the kernel against the reference."""
     q = torch.randn(sum(q_lens) + 3, heads, width).to(device, dtype)
     k = torch.randn(sum(k_lens) + 2, heads, width).to(device, dtype)
     kv = torch.randn(sum(k_lens) + 2, heads, 2 * v_width).to(device, dtype)
@@ -36,11 +35,11 @@ def check_prefill(
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(("width", "v_width"), [(192, 128), (96, 64), (128, 128)])
 def test_ragged(causal: bool, width: int, v_width: int, device: torch.device) -> None:
-    check_prefill([5, 0, 70, 3, 1], [5, 4, 100, 1, 0], width, v_width, causal, device)
+    _check([5, 0, 70, 3, 1], [5, 4, 100, 1, 0], width, v_width, causal, device)
 
 
 def test_half_precision(device: torch.device) -> None:
-    check_prefill([40, 17], [40, 33], 192, 128, True, device, torch.float16)
+    _check([40, 17], [40, 33], 192, 128, True, device, torch.float16)
 
 
 def test_nan_of_the_next_request_stays_there(device: torch.device) -> None:

@@ -175,6 +175,7 @@ class BoundDecode:
 
     def __init__(self) -> None:
         self._served = False
+        self._ragged: Any = None
 
     def __call__(
         self,
@@ -198,11 +199,21 @@ class BoundDecode:
             if reason is not None:
                 raise BackendUnavailableError("flash_mla", reason, _REMEDY)
             self._served = True
+            if q.is_cuda and importlib.util.find_spec("triton") is not None:
+                from mla_ops.backends.triton.ragged import Ragged
+
+                self._ragged = Ragged()
         tokens, heads, latent_dim = q.shape
         requests = kv_last_page_lens.shape[0]
         if not backend_state:
-            padded, *state = _pad(q, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q)
-            return _unpad(*_attend(padded, kv_cache, state, softmax_scale), qo_indptr, tokens)
+            lists = (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
+            if self._ragged is None:
+                padded, *state = _pad(q, *lists, max_seqlen_q)
+                return _unpad(*_attend(padded, kv_cache, state, softmax_scale), qo_indptr, tokens)
+            padded, *state = self._ragged.pad(q, lists, max_seqlen_q, PAGE_SIZE)
+            parts = _attend(padded, kv_cache, state, softmax_scale)
+            result: tuple[Tensor, Tensor] = self._ragged.unpad(*parts, qo_indptr, tokens)
+            return result
         if tokens != requests * max_seqlen_q or backend_state[0].shape[0] != requests:
             raise ValueError(
                 f"backend_state must be of plan.at({requests}) and q have {requests * max_seqlen_q} rows, got one of "
@@ -223,16 +234,7 @@ def _pad(
     The last query of a request is its last of Q, those that it has not are 0, and so is what a table has no page for:
     FlashMLA loads the first page of a request without keys too.
     """
-    requests, entries = kv_last_page_lens.shape[0], kv_indices.shape[0]
-    if q.is_cuda and _has_triton():
-        from mla_ops.backends.triton.ragged import pad_launch
-
-        padded = q.new_empty(requests, query_len, *q.shape[1:])
-        table, lens = kv_indices.new_empty(requests, entries), kv_indices.new_empty(requests)
-        pad_launch(
-            q, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, padded, table, lens, page_size=PAGE_SIZE
-        ).run()  # fmt: skip
-        return padded, table, lens
+    entries = kv_indices.shape[0]
     num_pages = kv_indptr[1:] - kv_indptr[:-1]
     lens = ((num_pages - 1) * PAGE_SIZE + kv_last_page_lens).masked_fill(num_pages <= 0, 0)
     page_of = torch.arange(entries, dtype=torch.int32, device=q.device)
@@ -245,12 +247,6 @@ def _pad(
 def _unpad(parts: Tensor, part_lse: Tensor, qo_indptr: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """``[B, Q, H, R]`` and ``[B, H, Q]`` to ``[T, H, R]`` and ``[T, H]``: 0 and -inf where no query or no key is."""
     _, query_len, heads, rank = parts.shape
-    if parts.is_cuda and _has_triton():
-        from mla_ops.backends.triton.ragged import unpad_launch
-
-        out, lse = parts.new_empty(tokens, heads, rank), part_lse.new_empty(tokens, heads)
-        unpad_launch(parts, part_lse, qo_indptr, out, lse).run()
-        return out, lse
     rows = _padded_rows(qo_indptr, query_len, tokens)
     out = parts.new_zeros(tokens + 1, heads, rank).index_put_((rows,), parts)
     part_lse = part_lse.transpose(1, 2).masked_fill(part_lse.transpose(1, 2) == torch.inf, -torch.inf)
@@ -262,11 +258,6 @@ def _padded_rows(qo_indptr: Tensor, query_len: int, tokens: int) -> Tensor:
     """``[B, Q]`` query rows; ``tokens``, a row to drop, where there is none."""
     rows = qo_indptr[1:, None].long() + torch.arange(-query_len, 0, device=qo_indptr.device)
     return rows.masked_fill(rows < qo_indptr[:-1, None], tokens)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _attend(q: Tensor, kv_cache: Tensor, state: Sequence[Tensor], softmax_scale: float) -> tuple[Tensor, Tensor]:

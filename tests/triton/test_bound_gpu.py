@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 from kernel_cases import Paged, check_decode, paged
-from test_prefill import check_prefill
+from test_prefill import _check as check_prefill
 from torch import Tensor
 
 from mla_ops import ops, signatures

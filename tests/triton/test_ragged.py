@@ -8,7 +8,7 @@ from kernel_cases import paged
 from torch import Tensor
 
 from mla_ops.backends import flash_mla
-from mla_ops.backends.triton.ragged import pad_launch, unpad_launch
+from mla_ops.backends.triton.ragged import Ragged, pad_launch, unpad_launch
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,10 @@ def test_pad_reads_queries_apart_from_each_other(device: torch.device) -> None:
 @pytest.mark.parametrize(
     "indptr", [[0, 2, 2, 5, 6], [1, 3, 4, 5, 8], [0, 5, 6, 7, 7]], ids=["ragged", "strays", "long"]
 )
-def test_unpad_equals_the_torch_operations(indptr: list[int], device: torch.device) -> None:
+@pytest.mark.parametrize("transposed", [False, True], ids=["dense lse", "transposed lse"])
+def test_unpad_equals_the_torch_operations(indptr: list[int], transposed: bool, device: torch.device) -> None:
     parts, part_lse = torch.randn(4, 3, 17, 32), torch.randn(4, 17, 3)
+    part_lse = part_lse.mT.contiguous().mT if transposed else part_lse
     part_lse[1] = torch.inf
     part_lse[2, 3, 2] = torch.nan
     qo_indptr = torch.tensor(indptr, dtype=torch.int32)
@@ -49,3 +51,14 @@ def test_unpad_equals_the_torch_operations(indptr: list[int], device: torch.devi
     expected: tuple[Tensor, Tensor] = flash_mla._unpad(parts, part_lse, qo_indptr, 9)
     assert torch.equal(out.cpu(), expected[0])
     assert torch.equal(lse.cpu().nan_to_num(5.0), expected[1].nan_to_num(5.0))
+
+
+def test_both_ways_again_over_more_index_entries(device: torch.device) -> None:
+    """The number of entries is not in a call's signature, and the table is as wide."""
+    ragged = Ragged()
+    for length in (700, 700, 100, 2000, 700):
+        case = paged([length, 65], 5, 64, 32, 16, device)
+        lists = (case.qo_indptr, case.kv_indptr, case.kv_indices, case.kv_last_page_lens)
+        got = ragged.pad(case.q, lists, 1, 64)
+        expected = flash_mla._pad(case.q.cpu(), *(x.cpu() for x in lists), 1)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, expected, strict=True))

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_ops.backends.triton.launch import BoundLaunch, Launch, arch_of, bound_stream
+from mla_ops.backends.triton.launch import Launch, RepeatedLaunch, arch_of
 from mla_ops.validation import FLOAT8_DTYPES
 
 __all__ = ["BoundWrite", "gather_latent_cache", "gather_launch", "stored", "write_latent_cache", "write_launch"]
 
-_WRITE_NAMES = ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_scale")
 _TOKENS = 4
 _CHUNK = 128
 
@@ -29,22 +30,18 @@ class BoundWrite:
     """:func:`write_latent_cache` for calls of one signature, as :class:`.decode.BoundDecode`."""
 
     def __init__(self) -> None:
-        self._ready: tuple[int, BoundLaunch] | None = None
+        self._launch = RepeatedLaunch("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_scale")
 
     def __call__(
         self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None
     ) -> None:
-        ready = self._ready
-        stream = None if ready is None else bound_stream(ready[0])
-        if ready is None or stream is None:
-            arch_of(kv_cache)
-            launch = write_launch(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
-            compiled = launch.run()
-            if compiled is not None:
-                self._ready = kv_cache.device.index, BoundLaunch(launch, compiled, _WRITE_NAMES)
-            return
-        scale = None if kv_scale is None else kv_scale.data_ptr()
-        ready[1](stream, (kv_c.data_ptr(), k_pe.data_ptr(), kv_cache.data_ptr(), slot_mapping.data_ptr(), scale))
+        tensors = (kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
+        self._launch(lambda: _checked_write(*tensors), *tensors)
+
+
+def _checked_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, *rest: Any) -> Launch:
+    arch_of(kv_cache)
+    return write_launch(kv_c, k_pe, kv_cache, *rest)
 
 
 def write_launch(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> Launch:

@@ -247,15 +247,6 @@ def _merge_shape(requests: int, rows: int, programs: int, rank: int) -> tuple[in
     return (1, 4, rank) if requests * rows <= 1024 else (8, 1, rank)
 
 
-def _scratch(q: Tensor, parts: tuple[int, ...], num_requests: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``part_out`` of shape ``parts``, ``part_lse`` and ``spans`` in one allocation; each starts at 16 bytes."""
-    rows = math.prod(parts[:-1])
-    spans = parts[0] * num_requests * 2
-    memory = q.new_empty(rows * parts[-1] + rows + spans, dtype=torch.float32)
-    part_out, part_lse, rest = torch.split(memory, [rows * parts[-1], rows, spans])
-    return part_out.view(parts), part_lse.view(parts[:-1]), rest.view(torch.int32).view(parts[0], num_requests, 2)
-
-
 def _config(q: Tensor, kv_cache: Tensor, rows: int, rank: int) -> DecodeConfig:
     """The table's row, or the portable one where rows are not of 16-byte pieces, too short or too long, or q is fp8."""
     config = decode_config(arch_of(q), rows, output_dtype(q), kv_cache.dtype)
@@ -276,3 +267,12 @@ def _require_supported(q: Tensor, rank: int, softmax_scale: float) -> None:
             f"kv_lora_rank and qk_rope_head_dim must be powers of two and at least 16 (the latter may be 0), "
             f"got {rank} and {rope}"
         )
+
+
+def _scratch(q: Tensor, parts: tuple[int, ...], num_requests: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``part_out`` of shape ``parts``, ``part_lse`` and ``spans`` in one allocation; each starts at 16 bytes."""
+    rows = math.prod(parts[:-1])
+    spans = parts[0] * num_requests * 2
+    memory = q.new_empty(rows * parts[-1] + rows + spans, dtype=torch.float32)
+    part_out, part_lse, rest = torch.split(memory, [rows * parts[-1], rows, spans])
+    return part_out.view(parts), part_lse.view(parts[:-1]), rest.view(torch.int32).view(parts[0], num_requests, 2)

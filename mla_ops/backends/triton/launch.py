@@ -18,6 +18,7 @@ from mla_ops.errors import BackendUnavailableError
 __all__ = [
     "BoundLaunch",
     "Launch",
+    "RepeatedLaunch",
     "arch_of",
     "arch_of_device",
     "bound_stream",
@@ -166,6 +167,31 @@ class BoundLaunch:
             *self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
             *self._pick(addresses), *self._rest,
         )  # fmt: skip
+
+
+class RepeatedLaunch:
+    """One launch after another that differ in addresses only; the first is made, and what it compiled is bound.
+
+    Args:
+        names: of what the kernel points to.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._bound: tuple[BoundLaunch, int] | None = None
+
+    def __call__(self, make: Callable[[], Launch], *tensors: Tensor | None) -> None:
+        """Launch over ``tensors``, in the order of the names; ``make`` makes the launch where it must be made."""
+        bound = self._bound
+        stream = None if bound is None else bound_stream(bound[1])
+        if bound is not None and stream is not None:
+            bound[0](stream, [None if x is None else x.data_ptr() for x in tensors])
+            return
+        launch = make()
+        compiled = launch.run()
+        if compiled is not None:
+            device = next(x.device.index for x in tensors if x is not None)
+            self._bound = BoundLaunch(launch, compiled, self._names), device
 
 
 def bound_stream(device: int) -> int | None:

@@ -11,15 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_ops.backends.triton.launch import BoundLaunch, Launch, bound_stream
+from mla_ops.backends.triton.launch import Launch, RepeatedLaunch
 
 __all__ = ["PlanWriter", "plan_launch", "plan_variants"]
 
 _CHUNK = 1024
-_NAMES = (
-    *("block_table", "seq_lens", "kv_indptr", "kv_indices", "kv_last_page_lens", "lens", "slot_mapping"),
-    *("positions", "table"),
-)
 
 
 def plan_launch(
@@ -104,25 +100,19 @@ class PlanWriter:
         self._buffers = buffers
         self._check = check
         self._options = options
-        lens = buffers["lens"]
-        assert lens is not None
-        self._device = lens.device.index
-        self._addresses = [None if x is None else x.data_ptr() for x in (buffers[name] for name in _NAMES[2:])]
-        self._bound: dict[tuple[object, ...], BoundLaunch] = {}
+        self._launches: dict[tuple[object, ...], RepeatedLaunch] = {}
 
     def __call__(self, block_table: Tensor, seq_lens: Tensor) -> None:
         """Write the buffers for ``[B, width]`` and ``[B]``."""
         key = tuple([(x.shape, x.stride(), x.dtype, x.device) for x in (block_table, seq_lens)])
-        bound = self._bound.get(key)
-        stream = None if bound is None else bound_stream(self._device)
-        if bound is not None and stream is not None:
-            bound(stream, (block_table.data_ptr(), seq_lens.data_ptr(), *self._addresses))
-            return
-        self._check(block_table, seq_lens)
-        launch = plan_launch(block_table, seq_lens, self._buffers, **self._options)
-        compiled = launch.run()
-        if compiled is not None:
-            self._bound[key] = BoundLaunch(launch, compiled, _NAMES)
+        launch = self._launches.get(key)
+        if launch is None:
+            self._check(block_table, seq_lens)
+            launch = self._launches[key] = RepeatedLaunch("block_table", "seq_lens", *self._buffers)
+        launch(
+            lambda: plan_launch(block_table, seq_lens, self._buffers, **self._options),
+            *(block_table, seq_lens, *self._buffers.values()),
+        )
 
 
 @triton.jit

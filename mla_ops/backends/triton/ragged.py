@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_ops.backends.triton.launch import Launch
+from mla_ops.backends.triton.launch import Launch, RepeatedLaunch
 
-__all__ = ["pad_launch", "unpad_launch"]
+__all__ = ["Ragged", "pad_launch", "unpad_launch"]
 
+_PAD_NAMES = ("q", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "padded", "table", "lens")
+_UNPAD_NAMES = ("parts", "part_lse", "qo_indptr", "out", "lse")
 _HEADS = 16
 _CHUNK = 256
 
@@ -54,7 +58,7 @@ def pad_launch(
 
 
 def unpad_launch(parts: Tensor, part_lse: Tensor, qo_indptr: Tensor, out: Tensor, lse: Tensor) -> Launch:
-    """The launch that takes [B, Q, H, R] and [B, H, Q] to ``out`` [T, H, R] and ``lse`` [T, H], all contiguous.
+    """The launch that takes contiguous [B, Q, H, R] and [B, H, Q] to contiguous ``out`` [T, H, R] and ``lse`` [T, H].
 
     A row that belongs to no request is 0 with lse -inf, as is one that saw no key and has lse +inf here.
     """
@@ -67,6 +71,9 @@ def unpad_launch(parts: Tensor, part_lse: Tensor, qo_indptr: Tensor, out: Tensor
         "lse": lse,
         "num_requests": parts.shape[0],
         "query_len": parts.shape[1],
+        "stride_request": part_lse.stride(0),
+        "stride_head": part_lse.stride(1),
+        "stride_query": part_lse.stride(2),
         "num_heads": heads,
         "R": rank,
         "BLOCK_R": triton.next_power_of_2(rank),
@@ -74,6 +81,39 @@ def unpad_launch(parts: Tensor, part_lse: Tensor, qo_indptr: Tensor, out: Tensor
         "CHUNK": _CHUNK,
     }
     return Launch(unpad_kernel, (tokens, triton.cdiv(heads, _HEADS)), args, {"num_warps": 4})
+
+
+class Ragged:
+    """Both ways for calls of one signature: what is compiled at the first is bound for the next."""
+
+    def __init__(self) -> None:
+        self._pad = -1, RepeatedLaunch(*_PAD_NAMES)
+        self._unpad = RepeatedLaunch(*_UNPAD_NAMES)
+
+    def pad(self, q: Tensor, lists: Sequence[Tensor], query_len: int, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What :func:`pad_launch` writes; ``lists`` are qo_indptr, kv_indptr, kv_indices and kv_last_page_lens."""
+        requests, entries = lists[3].shape[0], lists[2].shape[0]
+        padded = q.new_empty(requests, query_len, *q.shape[1:])
+        table, lens = lists[2].new_empty(requests, entries), lists[2].new_empty(requests)
+        bound_entries, launch = self._pad
+        if entries != bound_entries:  # which a signature leaves open
+            launch = RepeatedLaunch(*_PAD_NAMES)
+            self._pad = entries, launch
+        qo_indptr, kv_indptr, kv_indices, kv_last_page_lens = lists
+        launch(
+            lambda: pad_launch(
+                q, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, padded, table, lens, page_size=page_size
+            ),
+            *(q, *lists, padded, table, lens),
+        )  # fmt: skip
+        return padded, table, lens
+
+    def unpad(self, parts: Tensor, part_lse: Tensor, qo_indptr: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Out and lse of :func:`unpad_launch`."""
+        out, lse = parts.new_empty(tokens, *parts.shape[2:]), part_lse.new_empty(tokens, parts.shape[2])
+        tensors = (parts, part_lse, qo_indptr, out, lse)
+        self._unpad(lambda: unpad_launch(*tensors), *tensors)
+        return out, lse
 
 
 @triton.jit(do_not_specialize=["num_heads", "width", "page_size"])
@@ -108,9 +148,14 @@ def pad_kernel(
             tl.store(lens + request, tl.where(pages > 0, length, 0))
 
 
-@triton.jit(do_not_specialize=["num_requests", "query_len", "num_heads"])
+@triton.jit(
+    do_not_specialize=[
+        "num_requests", "query_len", "num_heads", "stride_request", "stride_head", "stride_query",
+    ]
+)  # fmt: skip
 def unpad_kernel(
     parts, part_lse, qo_indptr, out, lse, num_requests, query_len, num_heads,
+    stride_request, stride_head, stride_query,
     R: tl.constexpr, BLOCK_R: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
@@ -134,6 +179,6 @@ def unpad_kernel(
     value = tl.load(parts + row[:, None] * R + latent[None, :], mask=there, other=0.0)
     target = token.to(tl.int64) * num_heads + head
     tl.store(out + target[:, None] * R + latent[None, :], value, mask=inside)
-    row = (request.to(tl.int64) * num_heads + head) * query_len + query
-    value = tl.load(part_lse + row, mask=live, other=-float("inf"))
+    source = part_lse + request.to(tl.int64) * stride_request + head * stride_head + query * stride_query
+    value = tl.load(source, mask=live, other=-float("inf"))
     tl.store(lse + target, tl.where(value == float("inf"), -float("inf"), value), mask=head < num_heads)

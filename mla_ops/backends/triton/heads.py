@@ -110,7 +110,7 @@ def absorb_kernel(
         if PDL:
             line = first_column + tl.arange(0, BLOCK_R // 64 if BLOCK_R >= 64 else 1) * 64
             fetch(w_uk + head * stride_w_head + k[:, None] * stride_w_row + line[None, :], (k < N)[:, None])
-            wait_for_inputs()
+            wait_for_inputs(False)
         weight = tl.load(weights, mask=(k < N)[:, None] & (column < R)[None, :], other=0.0)
         rows = tl.load(source + k[None, :], mask=live[:, None] & (k < N)[None, :], other=0.0)
         sums = tl.dot(rows, weight, input_precision=PRECISION)
@@ -126,7 +126,7 @@ def absorb_kernel(
         tl.store(target + column[None, :], sums.to(out.dtype.element_ty), mask=mask)
     else:
         if PDL:
-            wait_for_inputs()
+            wait_for_inputs(False)
         a, b = load_pairs(source + N, live[:, None], PAIRS, INTERLEAVE, BLOCK_PAIRS)
         position = tl.load(positions + token, mask=live, other=0)
         a, b = rotated(a, b, position, inv_freq, rope_scale, PAIRS, BLOCK_PAIRS)
@@ -194,7 +194,7 @@ def expand_kernel(
     if PDL:
         line = tl.arange(0, BLOCK_R // 64 if BLOCK_R >= 64 else 1) * 64
         fetch(w_uv + head * stride_w_head + column[:, None] * stride_w_row + line[None, :], (column < V)[:, None])
-        wait_for_inputs()
+        wait_for_inputs(True)
     weight = tl.load(weights, mask=(k < R)[:, None] & (column < V)[None, :], other=0.0)
     rows = tl.load(source + k[None, :], mask=live[:, None] & (k < R)[None, :], other=0.0)
     sums = tl.dot(rows, weight, input_precision=PRECISION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,10 @@ import pytest
 import torch
 import triton
 from kernel_cases import Paged, check_decode, paged
+
+from capture import BuildOptions
+from mla_ops import PRESETS
+from mla_ops.warmup import DecodeStep
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -177,3 +182,18 @@ def test_replayed_ops_around_attention_see_what_the_ones_in_front_have_just_writ
         for x, expected in zip(found, step(), strict=True):
             assert torch.equal(x.nan_to_num(), expected.nan_to_num())
             assert x[:tokens].isfinite().all() or x.shape == cache.shape
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash_mla"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_graphs_of_a_step_with_kernels_that_come_in_early_are_proved(heads: int, backend: str) -> None:
+    """FlashMLA launches its own kernels so too, and ends without waiting where a request has one split."""
+    if backend == "flash_mla":
+        pytest.importorskip("flash_mla")
+    config = dataclasses.replace(PRESETS["deepseek-v3"], hidden_size=2048, num_heads=heads)
+    options = BuildOptions(batch_sizes=(1, 8, 128), backend=backend, device="cuda", compile=False)
+    step = DecodeStep(config, options, 3)
+    with torch.no_grad():
+        report = step.runner().capture(verify=True)
+    assert report.verification is not None
+    assert report.verification.ok

@@ -171,9 +171,11 @@ def norm_rope_write_launch(
 def wait_for_inputs(LETS_NEXT_IN: tl.constexpr):
     """Wait until all that was launched before is done, on CUDA; then, if asked, let the next kernel come in early.
 
-    Whatever comes in early must wait before it reads. FlashMLA's kernel does not: what attention reads, queries and
-    cache, is therefore written by kernels that let nothing in. Letting in comes after the wait, so that a kernel which
-    comes in early finds all but the results of the one in front of it.
+    Every path of a kernel that may come in early calls this: a kernel that ends without having waited can end before
+    the one in front of it, and what comes next would wait for too little. FlashMLA's last kernel is of that kind, so
+    nothing of ours comes in early right behind attention, and what attention reads, queries and cache, is written by
+    kernels that let nothing in. Letting in comes after the wait: a kernel that comes in early finds all but the results
+    of the one in front of it.
     """
     tl.extra.cuda.gdc_wait()
     if LETS_NEXT_IN:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from kernel_cases import Paged, check_decode, paged
-from test_prefill import _check as check_prefill
+from kernel_cases import Paged, check_decode, check_prefill, paged
 from torch import Tensor
 
 from mla_ops import ops, signatures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,10 @@ import pytest
 import torch
 import triton
 from kernel_cases import Paged, check_decode, check_prefill, paged
+
+from capture import BuildOptions
+from mla_ops import PRESETS
+from mla_ops.warmup import DecodeStep
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -134,3 +139,80 @@ def test_nothing_compiles_after_the_first_steps(heads: int) -> None:
                 step(requests, keys)
         step(1, 100_000)
     assert not names
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 130])
+def test_replayed_ops_around_attention_see_what_the_ones_in_front_have_just_written(tokens: int) -> None:
+    """Kernels that may start early, in a row, over inputs and weights that change from replay to replay."""
+    heads, nope, width, rank, rope, lora, hidden = 16, 128, 128, 512, 64, 1536, 2048
+    shapes = {
+        "x": (tokens, hidden),
+        "gain": (hidden,),
+        "q_down": (lora, hidden),
+        "kv_down": (rank + rope, hidden),
+        "q_gain": (lora,),
+        "kv_gain": (rank,),
+        "q_up": (heads * (nope + rope), lora),
+        "kv_up": (heads, nope + width, rank),
+        "out": (hidden, heads * width),
+    }
+    t = {name: torch.empty(shape, device=CUDA, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    fresh = {name: torch.empty_like(x) for name, x in t.items()}
+    positions = torch.empty(tokens, dtype=torch.int64, device=CUDA)
+    frequencies = torch.rand(rope // 2, device=CUDA)
+    cache, slots = torch.zeros(4, 64, rank + rope, device=CUDA).bfloat16(), torch.arange(tokens, device=CUDA)
+    ops = torch.ops.mla_ops
+
+    def step() -> list[torch.Tensor]:
+        for name, x in fresh.items():
+            t[name].copy_(x)
+        normed = ops.rms_norm(t["x"], t["gain"], 1e-6, "triton")
+        both = ops.linear(normed, t["q_down"], t["kv_down"], backend="triton")
+        q_a, rows = ops.norm_rope_write(
+            both[:, :lora], both[:, lora:], t["q_gain"], t["kv_gain"], positions, frequencies, cache, slots, 1e-6, 1.0,
+            True, None, "triton",
+        )  # fmt: skip
+        q = ops.linear(q_a, t["q_up"], backend="triton").view(tokens, heads, nope + rope)
+        absorbed = ops.absorb_query(
+            q, t["kv_up"][:, :nope], positions, frequencies, 1.0, True, 0.0, 1, backend="triton"
+        )
+        values = ops.expand_values(absorbed[..., :rank], t["kv_up"][:, nope:], "triton")
+        return [rows, absorbed, ops.linear(values, t["out"], None, t["x"], backend="triton"), cache]
+
+    def draw() -> None:
+        for x in fresh.values():
+            x.copy_(torch.randn(x.shape, device=CUDA) * 0.05)
+        positions.random_(0, 100_000)
+
+    draw()
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for _ in range(20):
+        draw()
+        for x in results:
+            x.fill_(torch.nan)
+        graph.replay()
+        found = [x.clone() for x in results]
+        cache.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for x, expected in zip(found, step(), strict=True):
+            assert torch.equal(x.nan_to_num(), expected.nan_to_num())
+            assert x[:tokens].isfinite().all() or x.shape == cache.shape
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash_mla"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_graphs_of_a_step_with_kernels_that_come_in_early_are_proved(heads: int, backend: str) -> None:
+    """FlashMLA launches its own kernels so too, and ends without waiting where a request has one split."""
+    if backend == "flash_mla":
+        pytest.importorskip("flash_mla")
+    config = dataclasses.replace(PRESETS["deepseek-v3"], hidden_size=2048, num_heads=heads)
+    options = BuildOptions(batch_sizes=(1, 8, 128), backend=backend, device="cuda", compile=False)
+    step = DecodeStep(config, options, 3)
+    with torch.no_grad():
+        report = step.runner().capture(verify=True)
+    assert report.verification is not None
+    assert report.verification.ok

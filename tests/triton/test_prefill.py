@@ -12,11 +12,11 @@ from mla_ops import BackendUnavailableError
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(("width", "v_width"), [(192, 128), (96, 64), (128, 128)])
 def test_ragged(causal: bool, width: int, v_width: int, device: torch.device) -> None:
-    _check([5, 0, 70, 3, 1], [5, 4, 100, 1, 0], width, v_width, causal, device)
+    check_prefill([5, 0, 70, 3, 1], [5, 4, 100, 1, 0], width, v_width, causal, device)
 
 
 def test_half_precision(device: torch.device) -> None:
-    _check([40, 17], [40, 33], 192, 128, True, device, torch.float16)
+    check_prefill([40, 17], [40, 33], 192, 128, True, device, torch.float16)
 
 
 def test_nan_of_the_next_request_stays_there(device: torch.device) -> None:

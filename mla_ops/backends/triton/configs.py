@@ -157,7 +157,7 @@ PREFILL: Mapping[tuple[str, str], PrefillConfig] = MappingProxyType(
 # (arch, kind of operand) -> configs by rising tile of tokens: the first that holds the step's tokens is taken.
 ABSORB: Mapping[tuple[str, str], tuple[HeadConfig, ...]] = MappingProxyType(
     {
-        ("sm_90", "half"): (HeadConfig(16, 128, 128, 4, 2), HeadConfig(64, 128, 128, 4, 2)),
+        ("sm_90", "half"): (HeadConfig(16, 64, 128, 2, 2), HeadConfig(64, 128, 128, 4, 2)),
         ("gfx942", "half"): (HeadConfig(16, 64, 64, 4, 2, _GFX942), HeadConfig(64, 64, 64, 4, 2, _GFX942)),
         ("gfx950", "half"): (HeadConfig(16, 64, 64, 4, 2, _GFX950), HeadConfig(64, 64, 64, 4, 2, _GFX950)),
         ("*", "half"): (HeadConfig(16, 64, 64, 4, 2), HeadConfig(64, 64, 64, 4, 2)),
@@ -168,8 +168,8 @@ EXPAND: Mapping[tuple[str, str], tuple[HeadConfig, ...]] = MappingProxyType(
     {
         ("sm_90", "half"): (
             HeadConfig(16, 64, 256, 4, 2),
-            HeadConfig(64, 64, 128, 4, 3),
-            HeadConfig(128, 128, 64, 8, 4),
+            HeadConfig(64, 128, 64, 4, 4),
+            HeadConfig(128, 128, 64, 8, 3),
         ),
         ("gfx942", "half"): (HeadConfig(16, 32, 128, 4, 2, _GFX942), HeadConfig(64, 64, 64, 4, 2, _GFX942)),
         ("gfx950", "half"): (HeadConfig(16, 32, 128, 4, 2, _GFX950), HeadConfig(64, 64, 64, 4, 2, _GFX950)),
@@ -183,9 +183,11 @@ EXPAND: Mapping[tuple[str, str], tuple[HeadConfig, ...]] = MappingProxyType(
 LINEAR: Mapping[tuple[str, str], tuple[LinearConfig, ...]] = MappingProxyType(
     {
         ("sm_90", "half"): (
-            LinearConfig(1, 4096, 8, 512, 4, 1, 512),
+            LinearConfig(1, 4096, 4, 1024, 4, 1, 512),
+            LinearConfig(1, 4096, 16, 512, 8, 1, 512),
+            LinearConfig(1, 0, 8, 512, 4, 4),
             LinearConfig(8, 4096, 16, 512, 4, 3, 512),
-            LinearConfig(8, 0, 16, 512, 4, 4, 512),
+            LinearConfig(8, 0, 16, 512, 4, 4),
         ),
         ("cpu", "float"): (LinearConfig(1, 0, 4, 32, 4, 1), LinearConfig(8, 0, 16, 64, 2, 1)),
     }

@@ -85,7 +85,7 @@ def absorb_launch(
         "PDL": bool(pdl := pdl_options(arch)),
     }
     grid = (triton.cdiv(q.shape[0], config.block_t), triton.cdiv(rank, columns) + (1 if pairs else 0), heads)
-    return Launch(absorb_kernel, grid, args, _options(config, pdl))
+    return Launch(absorb_kernel, grid, args, {**_options(config), **pdl})
 
 
 @triton.jit(do_not_specialize=["num_tokens", "scaling_window"])
@@ -110,11 +110,9 @@ def absorb_kernel(
         if PDL:
             line = first_column + tl.arange(0, BLOCK_R // 64 if BLOCK_R >= 64 else 1) * 64
             fetch(w_uk + head * stride_w_head + k[:, None] * stride_w_row + line[None, :], (k < N)[:, None])
-            wait_for_inputs()
-        weight = tl.load(weights, mask=(k < N)[:, None] & (column < R)[None, :], other=0.0)
-        rows = tl.load(source + k[None, :], mask=live[:, None] & (k < N)[None, :], other=0.0)
-        sums = tl.dot(rows, weight, input_precision=PRECISION)
-        for done in tl.range(BLOCK_N, N, BLOCK_N):
+            wait_for_inputs(False)
+        sums = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+        for done in tl.range(0, N, BLOCK_N):
             inside = k < N - done
             weight = tl.load(weights + done * stride_w_row, mask=inside[:, None] & (column < R)[None, :], other=0.0)
             rows = tl.load(source + done + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
@@ -126,7 +124,7 @@ def absorb_kernel(
         tl.store(target + column[None, :], sums.to(out.dtype.element_ty), mask=mask)
     else:
         if PDL:
-            wait_for_inputs()
+            wait_for_inputs(False)
         a, b = load_pairs(source + N, live[:, None], PAIRS, INTERLEAVE, BLOCK_PAIRS)
         position = tl.load(positions + token, mask=live, other=0)
         a, b = rotated(a, b, position, inv_freq, rope_scale, PAIRS, BLOCK_PAIRS)
@@ -152,7 +150,7 @@ def expand_values(latent: Tensor, w_uv: Tensor) -> Tensor:
 
 
 def expand_launch(latent: Tensor, w_uv: Tensor, out: Tensor, config: HeadConfig, arch: str) -> Launch:
-    """The launch into ``out`` [T, H * V]."""
+    """The launch into ``out`` [T, H * V]; never an early one, for in front of it is attention, which may be foreign."""
     heads, width, rank = w_uv.shape
     columns = _block(width, config.block_n)
     args: dict[str, Any] = {
@@ -171,18 +169,20 @@ def expand_launch(latent: Tensor, w_uv: Tensor, out: Tensor, config: HeadConfig,
         "BLOCK_V": columns,
         "BLOCK_R": _block(rank, config.block_k),
         "PRECISION": "ieee",
-        "PDL": bool(pdl := pdl_options(arch)),
+        "LETS_NEXT_IN": bool(pdl_options(arch)),
     }
     grid = (triton.cdiv(latent.shape[0], config.block_t), triton.cdiv(width, columns), heads)
-    return Launch(expand_kernel, grid, args, _options(config, pdl))
+    return Launch(expand_kernel, grid, args, _options(config))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def expand_kernel(
     latent, w_uv, out, num_tokens, stride_token, stride_head, stride_w_head, stride_w_row,
     H: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, LETS_NEXT_IN: tl.constexpr,
 ):  # fmt: skip
+    if LETS_NEXT_IN:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < num_tokens
     token = token.to(tl.int64)
@@ -191,14 +191,8 @@ def expand_kernel(
     k = tl.arange(0, BLOCK_R)
     source = latent + token[:, None] * stride_token + head * stride_head
     weights = w_uv + head * stride_w_head + column[None, :] * stride_w_row + k[:, None]
-    if PDL:
-        line = tl.arange(0, BLOCK_R // 64 if BLOCK_R >= 64 else 1) * 64
-        fetch(w_uv + head * stride_w_head + column[:, None] * stride_w_row + line[None, :], (column < V)[:, None])
-        wait_for_inputs()
-    weight = tl.load(weights, mask=(k < R)[:, None] & (column < V)[None, :], other=0.0)
-    rows = tl.load(source + k[None, :], mask=live[:, None] & (k < R)[None, :], other=0.0)
-    sums = tl.dot(rows, weight, input_precision=PRECISION)
-    for done in tl.range(BLOCK_R, R, BLOCK_R):
+    sums = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+    for done in tl.range(0, R, BLOCK_R):
         inside = k < R - done
         weight = tl.load(weights + done, mask=inside[:, None] & (column < V)[None, :], other=0.0)
         rows = tl.load(source + done + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
@@ -216,8 +210,8 @@ def _config(configs: Sequence[HeadConfig], tokens: int) -> HeadConfig:
     return next((config for config in configs if config.block_t >= tokens), configs[-1])
 
 
-def _options(config: HeadConfig, pdl: Any) -> dict[str, Any]:
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.extra), **pdl}
+def _options(config: HeadConfig) -> dict[str, Any]:
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.extra)}
 
 
 def _require_supported(x: Tensor) -> None:

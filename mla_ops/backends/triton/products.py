@@ -103,7 +103,7 @@ def linear_kernel(
     if PDL:
         if LINES > 0:
             fetch(weight + tl.arange(0, LINES)[None, :] * 64, inside[:, None])
-        wait_for_inputs()
+        wait_for_inputs(True)
     column = tl.where(is_second, N, 0) + row
     if BLOCK_T == 1:
         sums = _row_product(x, weight, K, BLOCK_N, BLOCK_K, STAGES)

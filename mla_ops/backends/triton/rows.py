@@ -61,7 +61,7 @@ def _warps(block: int) -> int:
 @triton.jit
 def rms_norm_kernel(x, weight, out, eps, stride_x, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
-        wait_for_inputs()
+        wait_for_inputs(True)
     row = tl.program_id(0).to(tl.int64)
     _store_normed(x + row * stride_x, weight, out + row * W, eps, W, BLOCK)
 
@@ -168,14 +168,18 @@ def norm_rope_write_launch(
 
 
 @triton.jit
-def wait_for_inputs():
-    """Wait until all that was launched before is done, on CUDA; then let the next kernel come, up to its own wait.
+def wait_for_inputs(LETS_NEXT_IN: tl.constexpr):
+    """Wait until all that was launched before is done, on CUDA; then, if asked, let the next kernel come in early.
 
-    In this order a kernel that comes may read, before it waits, whatever the one in front of it does not write:
-    FlashMLA's does. Let in earlier, it would find what kernels before that have not written yet.
+    Every path of a kernel that may come in early calls this: a kernel that ends without having waited can end before
+    the one in front of it, and what comes next would wait for too little. FlashMLA's last kernel is of that kind, so
+    nothing of ours comes in early right behind attention, and what attention reads, queries and cache, is written by
+    kernels that let nothing in. Letting in comes after the wait: a kernel that comes in early finds all but the results
+    of the one in front of it.
     """
     tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
+    if LETS_NEXT_IN:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -258,7 +262,7 @@ def norm_rope_write_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_PAIRS: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        wait_for_inputs()
+        wait_for_inputs(False)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 1:
         _store_normed(q_a + token * stride_q, q_weight, q_out + token * Q, eps, Q, BLOCK_Q)

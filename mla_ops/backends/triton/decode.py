@@ -26,7 +26,7 @@ from mla_ops.backends.triton.launch import (
 )
 from mla_ops.validation import output_dtype
 
-__all__ = ["BoundDecode", "decode_launches", "mla_decode"]
+__all__ = ["BoundDecode", "choose_decode", "decode_launches", "mla_decode"]
 
 # Requests whose lengths a program reads at a time, and parts whose log-sum-exps the merge does.
 _CHUNK = 256
@@ -115,7 +115,7 @@ class BoundDecode:
         stream = None if ready is None else bound_stream(ready.device)
         if ready is None or stream is None:
             _require_supported(q, kv_lora_rank, softmax_scale)
-            config = _config(q, kv_cache, max_seqlen_q * q.shape[1], kv_lora_rank)
+            config = choose_decode(arch_of(q), q, kv_cache, max_seqlen_q * q.shape[1], kv_lora_rank)
             out = q.new_empty(q.shape[0], q.shape[1], kv_lora_rank, dtype=output_dtype(q))
             lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
             launches = decode_launches(
@@ -247,9 +247,9 @@ def _merge_shape(requests: int, rows: int, programs: int, rank: int) -> tuple[in
     return (1, 4, rank) if requests * rows <= 1024 else (8, 1, rank)
 
 
-def _config(q: Tensor, kv_cache: Tensor, rows: int, rank: int) -> DecodeConfig:
+def choose_decode(arch: str, q: Tensor, kv_cache: Tensor, rows: int, rank: int) -> DecodeConfig:
     """The table's row, or the portable one where rows are not of 16-byte pieces, too short or too long, or q is fp8."""
-    config = decode_config(arch_of(q), rows, output_dtype(q), kv_cache.dtype)
+    config = decode_config(arch, rows, output_dtype(q), kv_cache.dtype)
     aligned = not any(x.data_ptr() % 16 or x.stride(0) % 16 or x.stride(1) % 16 for x in (q, kv_cache))
     if config.kernel == "portable" or (aligned and 128 <= rank <= 512 and q.dtype == output_dtype(q)):
         return config

@@ -10,12 +10,11 @@ from mla_ops.backends.triton.cache import gather_launch, write_launch
 from mla_ops.backends.triton.configs import (
     ABSORB,
     EXPAND,
-    decode_config,
     head_configs,
     linear_configs,
     prefill_config,
 )
-from mla_ops.backends.triton.decode import decode_launches
+from mla_ops.backends.triton.decode import choose_decode, decode_launches
 from mla_ops.backends.triton.heads import absorb_launch, expand_launch
 from mla_ops.backends.triton.launch import Launch
 from mla_ops.backends.triton.merge import merge_launch
@@ -92,7 +91,7 @@ def _paged(
     heads, rank = config.num_heads, config.kv_lora_rank
     cache = _meta(4, page_size, config.latent_dim, dtype=kv_dtype)
     scale = _meta(1, dtype=torch.float32) if kv_dtype in FLOAT8_DTYPES else None
-    row = decode_config(arch, heads * query_len, dtype, kv_dtype)
+    row = choose_decode(arch, _meta(1, heads, config.latent_dim, dtype=dtype), cache, heads * query_len, rank)
     launches: dict[tuple[object, ...], Launch] = {}
     # A request in many parts, and in few, of few rows in all or many: three merge kernels.
     for requests, units in ((1, 64), (8, 1), (1024, 1)):

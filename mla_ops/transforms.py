@@ -146,18 +146,14 @@ def goes_straight(first: Tensor, second: Tensor, *others: Tensor) -> bool:
     No mode, transform, tracer, profiler or tensor that stands for another is there, and nothing asks for a gradient.
     Only ``first`` and ``second`` may be views that the dispatcher makes real (of a conjugate or negative).
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._dispatch_tls_local_include_set().raw_repr() & _NOT_PLAIN
-        or torch._C._len_torch_function_stack()
-        or torch._C._autograd._profiler_enabled()
-    ):
+    if torch.compiler.is_compiling() or torch._C._len_torch_function_stack() or torch._C._autograd._profiler_enabled():
         return False
     grad = torch.is_grad_enabled()
     for x in (first, second, *others):
         if type(x) is not Tensor or (grad and x.requires_grad):
             return False
-    return not (torch._C._dispatch_keys(first) | torch._C._dispatch_keys(second)).raw_repr() & _NOT_PLAIN
+    keys = torch._C._dispatch_keys(first) | torch._C._dispatch_keys(second)
+    return not (keys | torch._C._dispatch_tls_local_include_set()).raw_repr() & _NOT_PLAIN
 
 
 def register_differentiable(

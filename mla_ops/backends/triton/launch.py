@@ -146,14 +146,15 @@ class BoundLaunch:
         KeyError: the kernel points to something that is not in ``names``.
     """
 
-    __slots__ = ("_compiled", "_grid", "_pick", "_rest")
+    __slots__ = ("_code", "_grid", "_pick", "_rest", "_run")
 
     def __init__(self, launch: Launch, compiled: Any, names: Sequence[str]) -> None:
         order = [name for name, _ in _parameters(launch.kernel)]
         place = {name: i for i, name in enumerate(names)}
         pointers = [name for name in order if name in place or isinstance(launch.args[name], Tensor)]
         assert order[: len(pointers)] == pointers, f"{launch.name} must have its pointers first"
-        self._compiled = compiled
+        self._run = compiled.run
+        self._code = (compiled.function, compiled.packed_metadata, None, None, None)  # no metadata, no hooks
         self._grid = (*launch.grid, 1, 1)[:3]
         places = [place[name] for name in pointers]
         # An itemgetter of one place gives what is there, of more a tuple
@@ -162,11 +163,7 @@ class BoundLaunch:
 
     def __call__(self, stream: int, addresses: Sequence[int | None]) -> None:
         """Launch on ``stream``, one of :func:`bound_stream`."""
-        compiled = self._compiled
-        compiled.run(
-            *self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *self._pick(addresses), *self._rest,
-        )  # fmt: skip
+        self._run(*self._grid, stream, *self._code, *self._pick(addresses), *self._rest)
 
 
 class RepeatedLaunch:

@@ -256,13 +256,13 @@ def _tier(choice: Choice, device: torch.device, dtype: torch.dtype, asked: bool 
     """
     fused = _runs_our_kernels(choice, device, dtype)
     missing = _compiler_missing(device)
-    if asked is not False and not fused and not missing:
-        return True, "the block is compiled" + (", as asked for" if asked else "")
-    if asked and not missing:
-        return True, "the block is compiled around our kernels, as asked for"
+    wanted = not fused if asked is None else asked
+    if wanted and not missing:
+        around = " around our kernels" if fused else ""
+        return True, f"the block is compiled{around}{', as asked for' if asked else ''}"
     if fused:
         return False, "the block runs our kernels, which no compiler need fuse"
-    return False, "the block is not compiled, " + (f"because {missing}" if asked is not False else "as asked for")
+    return False, "the block is not compiled, " + (f"because {missing}" if wanted else "as asked for")
 
 
 def _runs_our_kernels(choice: Choice, device: torch.device, dtype: torch.dtype) -> bool:

@@ -28,11 +28,12 @@ from capture import (
     WarmupSpec,
 )
 from mla_ops.backends.select import Choice, select
+from mla_ops.compiled import compile_layers
 from mla_ops.config import PRESETS, MLAConfig
 from mla_ops.functional import rms_norm
 from mla_ops.integrations.aiter_units import aiter_fields, aiter_units
 from mla_ops.kv_cache import PagedLatentCache
-from mla_ops.module import DeepseekMLA, compile_layers
+from mla_ops.module import DeepseekMLA
 from mla_ops.ops import op_fingerprint
 from mla_ops.plan import DecodeMetadata, DecodePlan
 from mla_ops.validation import FLOAT8_DTYPES
@@ -342,7 +343,7 @@ def _fields(
 def _source_hash() -> str:
     """Hash of what is traced into a compiled block."""
     folder, digest = Path(__file__).parent, hashlib.sha256()
-    for traced in ("functional.py", "module.py", "plan.py", "rope.py", "warmup.py"):
+    for traced in ("compiled.py", "functional.py", "module.py", "plan.py", "rope.py", "warmup.py"):
         digest.update((folder / traced).read_bytes())
     return digest.hexdigest()[:16]
 

@@ -4,6 +4,7 @@ Importing this package imports torch and nothing heavier, touches no device and 
 """
 
 from mla_ops.backends.select import Choice, select
+from mla_ops.compiled import compile_layers
 from mla_ops.config import PRESETS, MLAConfig
 from mla_ops.errors import BackendUnavailableError, InferenceOnlyError, MLAError, OutOfPagesError, PlanError
 from mla_ops.functional import (
@@ -20,7 +21,7 @@ from mla_ops.functional import (
     write_latent_cache,
 )
 from mla_ops.kv_cache import PagedLatentCache
-from mla_ops.module import DeepseekMLA, compile_layers
+from mla_ops.module import DeepseekMLA
 from mla_ops.plan import DecodeMetadata, DecodePlan, PaddingRule, PrefillPlan
 
 __all__ = [

@@ -32,11 +32,12 @@ from capture import (
 from capture.kernels import read_triton_key
 from capture.process import open_device
 from mla_ops.backends.select import Choice, select
+from mla_ops.compiled import compile_layers
 from mla_ops.config import PRESETS, MLAConfig
 from mla_ops.functional import rms_norm
 from mla_ops.integrations.aiter_units import aiter_fields, aiter_units
 from mla_ops.kv_cache import PagedLatentCache
-from mla_ops.module import DeepseekMLA, compile_layers
+from mla_ops.module import DeepseekMLA
 from mla_ops.ops import op_fingerprint
 from mla_ops.plan import DecodeMetadata, DecodePlan
 from mla_ops.validation import FLOAT8_DTYPES
@@ -262,13 +263,13 @@ def _tier(choice: Choice, device: torch.device, dtype: torch.dtype, asked: bool 
     """
     fused = _runs_our_kernels(choice, device, dtype)
     missing = _compiler_missing(device)
-    if asked is not False and not fused and not missing:
-        return True, "the block is compiled" + (", as asked for" if asked else "")
-    if asked and not missing:
-        return True, "the block is compiled around our kernels, as asked for"
+    wanted = not fused if asked is None else asked
+    if wanted and not missing:
+        around = " around our kernels" if fused else ""
+        return True, f"the block is compiled{around}{', as asked for' if asked else ''}"
     if fused:
         return False, "the block runs our kernels, which no compiler need fuse"
-    return False, "the block is not compiled, " + (f"because {missing}" if asked is not False else "as asked for")
+    return False, "the block is not compiled, " + (f"because {missing}" if wanted else "as asked for")
 
 
 def _runs_our_kernels(choice: Choice, device: torch.device, dtype: torch.dtype) -> bool:
@@ -350,7 +351,7 @@ def _fields(
 def _source_hash() -> str:
     """Hash of what is traced into a compiled block."""
     folder, digest = Path(__file__).parent, hashlib.sha256()
-    for traced in ("functional.py", "module.py", "plan.py", "rope.py", "warmup.py"):
+    for traced in ("compiled.py", "functional.py", "module.py", "plan.py", "rope.py", "warmup.py"):
         digest.update((folder / traced).read_bytes())
     return digest.hexdigest()[:16]
 

@@ -139,6 +139,7 @@ ALLOWED = {
     "mla_ops.prefill_plan": ("mla_ops.config", "mla_ops.backends.select"),
     "mla_ops.plan": ("mla_ops.config", "mla_ops.errors", "mla_ops.backends", "mla_ops.prefill_plan"),
     "mla_ops.module": ("mla_ops.functional", "mla_ops.config", "mla_ops.plan", "mla_ops.rope"),
+    "mla_ops.compiled": ("mla_ops.module", "mla_ops.plan"),
     "mla_ops.testing": ("mla_ops.plan",),
 }
 

@@ -1,0 +1,114 @@
+"""``compile_layers``: one compiled function for all layers of a model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from mla_ops.module import DeepseekMLA
+from mla_ops.plan import DecodeMetadata, DecodePlan, PrefillPlan
+
+__all__ = ["compile_layers"]
+
+
+def compile_layers(
+    layers: Sequence[nn.Module], *, method: str = "forward", dynamic_batch: bool = True, **options: Any
+) -> list[Callable[..., Tensor]]:
+    """Compile one function for all layers of a model.
+
+    The layers' parameters and buffers are inputs of it (``torch.func.functional_call``), so what is compiled, and how
+    long that takes, does not depend on how many layers there are.
+
+    Args:
+        layers: modules of one kind and shape, called as ``DeepseekMLA`` is: such layers, or blocks around them.
+        method: ``"forward"`` (decode) or ``"prefill"``.
+        dynamic_batch: one graph for every batch size, 1 included: the token and request dims of the first call are
+            marked unbacked. Else a graph per batch size, as the compiler sees fit.
+        options: of ``torch.compile``; ``fullgraph=True`` unless given.
+
+    Returns:
+        A function per layer, with the method's arguments (a ``DecodePlan`` is taken as ``plan.at(batch_size)``).
+
+    Raises:
+        ValueError: no layers, or of different kinds or shapes.
+    """
+    if not layers or any(_shapes(layer) != _shapes(layers[0]) for layer in layers):
+        raise ValueError("layers must be one or more of one kind and shape; compile each kind of layer apart")
+    skeleton = _MethodOf(_without_data(layers[0]), method)
+
+    def call(tensors: dict[str, Tensor], *args: Any) -> Tensor:
+        result: Tensor = functional_call(skeleton, tensors, args)
+        return result
+
+    # Dynamo keeps what it compiled, and counts it against its limit, by code object: each call gets its own.
+    call.__code__ = call.__code__.replace(co_name=f"mla_{method}")
+    compiled = torch.compile(call, **{"fullgraph": True, **options})
+
+    def run(slots: list[_Slot], hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, plan: Any) -> Tensor:
+        if isinstance(plan, DecodePlan):
+            plan = plan.at(hidden_states.shape[0] // plan.query_len)
+        if dynamic_batch and not torch.compiler.is_compiling():
+            _mark_batch(hidden_states, positions, plan)
+        tensors = {name: x for name, store, key in slots if (x := store[key]) is not None}
+        return compiled(tensors, hidden_states, positions, kv_cache, plan)
+
+    return [partial(run, _MethodOf(layer, method).slots()) for layer in layers]
+
+
+def _without_data(layer: nn.Module) -> nn.Module:
+    """A copy on the meta device, to trace over: it can't keep one layer's weights alive, or use them."""
+    memo: dict[int, Any] = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in layer.parameters()}
+    memo.update((id(x), x.to("meta")) for x in layer.buffers())
+    return copy.deepcopy(layer, memo)
+
+
+def _shapes(layer: nn.Module) -> tuple[object, ...]:
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    return (
+        type(layer),
+        *((name, tensor.shape, tensor.dtype) for name, tensor in tensors),
+        *(module.config for module in layer.modules() if isinstance(module, DeepseekMLA)),
+    )
+
+
+_Slot = tuple[str, dict[str, Any], str]
+
+
+class _MethodOf(nn.Module):
+    """A module whose ``forward`` is another module's method, for ``functional_call``."""
+
+    def __init__(self, module: nn.Module, method: str) -> None:
+        super().__init__()
+        self.module = module
+        self.method = method
+
+    def slots(self) -> list[_Slot]:
+        """Where each parameter and buffer is kept, to be looked up at each call: modules replace theirs."""
+        return [
+            (f"{prefix}.{name}", store, name)
+            for prefix, module in self.named_modules()
+            for store in (module._parameters, module._buffers)
+            for name in store
+        ]
+
+    def forward(self, *args: Any) -> Any:
+        return getattr(self.module, self.method)(*args)
+
+
+def _mark_batch(hidden_states: Tensor, positions: Tensor, plan: DecodeMetadata | PrefillPlan) -> None:
+    tensors = [hidden_states, positions]
+    for field in plan:
+        if isinstance(field, Tensor):
+            tensors.append(field)
+        elif isinstance(field, tuple):
+            tensors.extend(x for chunk in field if isinstance(chunk, tuple) for x in chunk if isinstance(x, Tensor))
+    for tensor in tensors:
+        # The attribute that a mark leaves is looked at first: the mark itself costs a microsecond per tensor and step
+        if not hasattr(tensor, "_dynamo_unbacked_indices"):
+            torch._dynamo.decorators.mark_unbacked(tensor, 0)

@@ -54,7 +54,10 @@ class KernelBuildUnit(Unit):
     def build(self, resources: Any) -> UnitResult:
         with _Keys(_sources.get()) as keys:
             if self.target is None:
-                _load(self.compile())
+                kernel = self.compile()
+                if not keys.seen and _forget(kernel):
+                    kernel = self.compile()
+                _load(kernel)
             else:
                 with target_driver(self.target) as driver:
                     kernel = self.compile()
@@ -78,6 +81,16 @@ def read_triton_key() -> None:
 def is_target(arch: str) -> bool:
     """Whether kernels can be built for ``arch`` without a device."""
     return re.fullmatch(r"sm_?\d+a?|gfx9[0-9a-f]+", arch) is not None
+
+
+def _forget(kernel: Any) -> bool:
+    """Whether this process had compiled a kernel before, wherever it keeps its files, and now has not."""
+    from triton.compiler import CompiledKernel
+
+    if not isinstance(kernel, CompiledKernel):
+        return False
+    kernel.src.fn.device_caches.clear()
+    return True
 
 
 def _load(kernel: Any) -> None:
@@ -147,10 +160,12 @@ class _Keys:
 
     Attributes:
         placed: names of the kernels that were put under another key.
+        seen: whether Triton looked any kernel up.
     """
 
     def __init__(self, sources: Iterable[Path]) -> None:
         self.placed: list[str] = []
+        self.seen = False
         self._sources = tuple(sources)
 
     def __enter__(self) -> _Keys:
@@ -169,6 +184,7 @@ class _Keys:
         self._runtime.jit_cache_hook, self._runtime.jit_post_compile_hook = self._before
 
     def _place(self, **call: Any) -> bool | None:
+        self.seen = True
         compilation = _Compilation(call)
         if not compilation.is_stored and (found := self._find(compilation.record)):
             _copy(found, compilation.directory)

@@ -80,9 +80,11 @@ class Run:
                     self._start_workers(self._workers, building)
                 with self._phase("context"):
                     stack.enter_context(on_device(self._spec.device))
-                with self._phase("weights"):
+                with self._phase("weights"), CompileWatch() as watch:
                     self._tag_torch_keys()
                     resources = self._spec.setup()
+                if early := ", ".join(event.name for event in watch.events if event.is_build):
+                    self._notes.append(f"setup compiled {early} before the cache's kernels were loaded")
                 if not _has(check, persistent):
                     check = self._build(persistent, resources)
             self._run_units(persistent, resources, check)

@@ -205,10 +205,12 @@ class DecodePlan:
             )
         self._table = None if self._state is None else self._state.block_table
         self._write = self._writer()
-        self.update(
+        # By torch's ops: a warm-up makes plans before it has built or loaded any kernel
+        self._write_lists(
             torch.zeros(0, self.max_pages, dtype=torch.int32, device=self.device),
             torch.zeros(0, dtype=torch.int32, device=self.device),
         )
+        self._update_state()
 
     def _buffer(self, name: str, size: int, dtype: torch.dtype = torch.int32) -> Tensor:
         # After the buffer only: the views must start their storage, for a compiled graph guards on the offset.
@@ -235,10 +237,13 @@ class DecodePlan:
             self._write_lists(block_table, seq_lens)
         else:
             self._write(block_table, seq_lens)
+        self._update_state()
+        if self._state is not None and len(seq_lens):
+            self._state.at(len(seq_lens))
+
+    def _update_state(self) -> None:
         if self._state is not None:
             self._state.update(self._kv_indptr, self._kv_indices, self._kv_last_page_lens)
-            if len(seq_lens):
-                self._state.at(len(seq_lens))
 
     def _writer(self) -> Callable[[Tensor, Tensor], None] | None:
         """The kernel that does in one launch what :meth:`_write_lists` does, where there is one."""

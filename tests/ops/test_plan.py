@@ -303,3 +303,10 @@ def test_prefill_plan_names_what_does_not_fit(
 def test_prefill_plan_wants_an_int32_block_table() -> None:
     with pytest.raises(TypeError, match="block_table must be int32"):
         make_prefill([1], block_table=torch.zeros(1, 3).long())
+
+
+def test_making_a_plan_launches_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A warm-up makes plans before it has loaded the kernels that its cache has
+    monkeypatch.setattr(DecodePlan, "_writer", lambda self: lambda *tensors: pytest.fail("a kernel was launched"))
+    plan = make_plan()
+    assert set(plan.at(2).slot_mapping.tolist()) == {-1}

@@ -17,7 +17,7 @@ import triton
 from triton.runtime import cache as triton_cache
 from triton.runtime import driver
 
-from capture import BuildOptions, CompileWatch, WarmupManager, WarmupReport
+from capture import BuildOptions, CompileWatch, WarmupManager, WarmupReport, WarmupSpec
 from capture import warmup as warmup_module
 from capture.bundle import pack, unpack
 from capture.errors import BundleError
@@ -239,3 +239,28 @@ def test_a_failed_compilation_fails_its_unit_alone(cache: Path) -> None:
     manager = WarmupManager(cache)
     mixed = type(spec)("toy", "cpu", spec.backend, spec.fields, spec.setup, (good, bad, other), target="sm_90")
     assert states(manager.run(manager.plan(mixed), progress=False)) == ["built", "failed", "built"]
+
+
+def test_a_kernel_that_the_process_had_already_is_in_the_cache_too(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    units = kernel_toy.units(None)
+    spec = WarmupSpec("toy", "cpu", ("toy", ""), {}, lambda: None, units)
+    with target_driver("sm_90"):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(cache / "users"))
+        for unit in units:
+            unit.compile()  # as a model that ran before the warm-up did
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+        manager = WarmupManager(cache, workers=0)
+        report = manager.run(manager.plan(spec), progress=False)
+    assert states(report) == ["built", "built"]
+    assert all(unit.bytes for unit in report.units)
+
+
+def test_what_setup_compiles_is_said(cache: Path) -> None:
+    toy = kernel_toy.units(None)[0]
+    with target_driver("sm_90"):
+        manager = WarmupManager(cache, workers=0)
+        spec = WarmupSpec("toy", "cpu", ("toy", ""), {}, toy.compile, ())
+        report = manager.run(manager.plan(spec), progress=False)
+    assert any(note.startswith("setup compiled") and "scale_rows" in note for note in report.notes), report.notes

@@ -35,7 +35,6 @@ from mla_ops.backends.select import Choice, select
 from mla_ops.compiled import compile_layers
 from mla_ops.config import PRESETS, MLAConfig
 from mla_ops.functional import rms_norm
-from mla_ops.integrations.aiter_units import aiter_fields, aiter_units
 from mla_ops.kv_cache import PagedLatentCache
 from mla_ops.module import DeepseekMLA
 from mla_ops.ops import op_fingerprint
@@ -299,6 +298,8 @@ def _kernel_units(
 ) -> Iterator[Unit]:
     device = torch.device(options.device)
     if choice.name == "aiter":
+        from mla_ops.integrations.aiter_units import aiter_units  # here: no other start should pay for it
+
         yield from aiter_units(options.device, config.num_heads, options.query_len, options.page_size)
     # FlashMLA decodes only: the other ops are those of the backend that auto takes without it.
     others = select(config, device, dtype).name if choice.name == "flash_mla" else choice.name
@@ -334,8 +335,13 @@ def _with_large_cache(launch: Launch) -> Launch:
 def _fields(
     config: MLAConfig, options: BuildOptions, choice: Choice, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> dict[str, Any]:
+    of_backend: dict[str, Any] = {}
+    if choice.name == "aiter":
+        from mla_ops.integrations.aiter_units import aiter_fields
+
+        of_backend = aiter_fields(options.device)
     return {
-        **(aiter_fields(options.device) if choice.name == "aiter" else {}),
+        **of_backend,
         "op_schemas": op_fingerprint(),
         "sources": _source_hash(),
         "config": config.to_dict(),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -21,6 +22,13 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in _OURS:
         monkeypatch.setenv(name, "")  # recorded, so that what a run sets is undone
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def threads_of_other_tests_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's, once a test has compiled, last as long as the process, which then is not forked."""
+    before, count = threading.active_count() - 1, threading.active_count
+    monkeypatch.setattr(threading, "active_count", lambda: count() - before)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mla_ops.errors import BackendUnavailableError
 
@@ -119,8 +118,6 @@ class Launch:
                 key += (value.dtype, value.data_ptr() & 15, _AMD and value.untyped_storage().nbytes() >> 31)
             elif exempt:
                 key.append(type(value) if isinstance(value, float) else -(2**31) <= value < 2**31)
-            elif isinstance(value, TensorDescriptor):
-                key += (value.base.dtype, *value.block_shape)
             else:
                 key.append(value)
         return tuple(key), values

@@ -11,16 +11,15 @@ import triton
 from kernel_cases import Paged, check_decode, check_prefill, paged
 from torch import Tensor
 
-from mla_ops import ops, signatures
+from mla_ops import signatures
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
-def no_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "READY", {})
-    monkeypatch.setattr(signatures, "READY", ops.READY)
+def no_signatures() -> None:
+    signatures.READY.clear()
 
 
 def case(requests: int = 3, heads: int = 16, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Paged:

@@ -16,6 +16,7 @@ from mla_ops.errors import BackendUnavailableError
 
 __all__ = [
     "BoundLaunch",
+    "BoundOp",
     "Launch",
     "RepeatedLaunch",
     "arch_of",
@@ -186,6 +187,40 @@ class RepeatedLaunch:
         if compiled is not None:
             device = next(x.device.index for x in tensors if x is not None)
             self._bound = BoundLaunch(launch, compiled, self._names), device
+
+
+class BoundOp:
+    """An op of one launch, for calls of one signature: the same shapes, strides, dtypes, devices, alignments, scalars.
+
+    The first call makes the launch and the tensors that it writes; the next ones allocate the like, and launch what
+    Triton compiled then over their own addresses. Nothing on the device is kept between calls.
+
+    Args:
+        prepare: the launch of a call, and the new tensors that it writes.
+        names: what the kernel calls a call's arguments, then these tensors.
+    """
+
+    def __init__(self, prepare: Callable[..., tuple[Launch, tuple[Tensor, ...]]], *names: str) -> None:
+        self._prepare = prepare
+        self._names = names
+        self._bound: tuple[BoundLaunch, int, list[tuple[Any, ...]]] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """The tensors that are written; one alone is no tuple."""
+        bound = self._bound
+        stream = None if bound is None else bound_stream(bound[1])
+        if bound is not None and stream is not None:
+            launch, _, layouts = bound
+            results = tuple([empty_strided(*layout) for layout in layouts])
+            launch(stream, [x.data_ptr() if isinstance(x, Tensor) else None for x in (*args, *results)])
+        else:
+            made, results = self._prepare(*args)
+            compiled = made.run()
+            if compiled is not None:
+                device = next(x.device.index for x in args if isinstance(x, Tensor))
+                layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in results]
+                self._bound = BoundLaunch(made, compiled, self._names), device, layouts
+        return results[0] if len(results) == 1 else results
 
 
 def bound_stream(device: int) -> int | None:

@@ -43,15 +43,14 @@ def bind_absorb() -> BoundOp:
     )  # fmt: skip
 
 
-def _prepare_absorb(
-    q: Tensor, w_uk: Tensor, positions: Tensor, inv_freq: Tensor, *scalars: Any
-) -> tuple[Launch, tuple[Tensor]]:
+def _prepare_absorb(*inputs: Any) -> tuple[Launch, tuple[Tensor]]:
+    q, w_uk, _, inv_freq = inputs[:4]
     _require_supported(q)
     heads, _, rank = w_uk.shape
     out = q.new_empty(q.shape[0], heads, rank + 2 * inv_freq.shape[0])
     arch = arch_of(q)
     config = _config(head_configs(ABSORB, arch, q.dtype), q.shape[0])
-    return absorb_launch(q, w_uk, positions, inv_freq, *scalars, out=out, config=config, arch=arch), (out,)
+    return absorb_launch(*(*inputs, out, config, arch)), (out,)
 
 
 def absorb_launch(

@@ -197,30 +197,47 @@ class BoundOp:
 
     Args:
         prepare: the launch of a call, and the new tensors that it writes.
-        names: what the kernel calls a call's arguments, then these tensors.
+        names: of a call's arguments, then of these tensors, as the kernel calls what it points to.
     """
 
     def __init__(self, prepare: Callable[..., tuple[Launch, tuple[Tensor, ...]]], *names: str) -> None:
         self._prepare = prepare
         self._names = names
-        self._bound: tuple[BoundLaunch, int, list[tuple[Any, ...]]] | None = None
+        self._ready: _ReadyOp | None = None
 
     def __call__(self, *args: Any) -> Any:
         """The tensors that are written; one alone is no tuple."""
-        bound = self._bound
-        stream = None if bound is None else bound_stream(bound[1])
-        if bound is not None and stream is not None:
-            launch, _, layouts = bound
-            results = tuple([empty_strided(*layout) for layout in layouts])
-            launch(stream, [x.data_ptr() if isinstance(x, Tensor) else None for x in (*args, *results)])
+        ready = self._ready
+        stream = None if ready is None else bound_stream(ready.device)
+        if ready is not None and stream is not None:
+            results = tuple([empty_strided(*layout) for layout in ready.results])
+            pointed = ready.pick((*args, *results))
+            ready.launch(stream, [None if x is None else x.data_ptr() for x in pointed])
         else:
-            made, results = self._prepare(*args)
-            compiled = made.run()
+            launch, results = self._prepare(*args)
+            compiled = launch.run()
             if compiled is not None:
-                device = next(x.device.index for x in args if isinstance(x, Tensor))
-                layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in results]
-                self._bound = BoundLaunch(made, compiled, self._names), device, layouts
+                self._ready = self._bind(launch, compiled, (*args, *results), results)
         return results[0] if len(results) == 1 else results
+
+    def _bind(self, launch: Launch, compiled: Any, values: Sequence[Any], results: Sequence[Tensor]) -> _ReadyOp:
+        places = [i for i, x in enumerate(values) if x is None or isinstance(x, Tensor)]
+        return _ReadyOp(
+            device=next(x.device.index for x in values if isinstance(x, Tensor)),
+            pick=itemgetter(*places),
+            launch=BoundLaunch(launch, compiled, [self._names[i] for i in places]),
+            results=tuple((tuple(x.shape), x.stride(), x.dtype) for x in results),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadyOp:
+    """What all calls of one signature have in common."""
+
+    device: int
+    pick: Callable[[Sequence[Any]], Sequence[Tensor | None]]  # of arguments and results what is pointed to
+    launch: BoundLaunch
+    results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
 
 def bound_stream(device: int) -> int | None:

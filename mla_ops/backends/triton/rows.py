@@ -126,11 +126,11 @@ def bind_front() -> BoundOp:
     )  # fmt: skip
 
 
-def _prepare_front(q_a: Tensor, latent: Tensor, *rest: Any) -> tuple[Launch, tuple[Tensor, Tensor]]:
+def _prepare_front(*inputs: Any) -> tuple[Launch, tuple[Tensor, Tensor]]:
+    q_a, latent = inputs[:2]
     _require_supported(latent)
-    q_out, row = q_a.new_empty(q_a.shape), latent.new_empty(latent.shape)
-    launch = norm_rope_write_launch(q_a, latent, *rest, q_out=q_out, row=row, arch=arch_of(latent))
-    return launch, (q_out, row)
+    results = q_a.new_empty(q_a.shape), latent.new_empty(latent.shape)
+    return norm_rope_write_launch(*(*inputs, *results, arch_of(latent))), results
 
 
 def norm_rope_write_launch(

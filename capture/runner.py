@@ -282,14 +282,14 @@ class GraphRunner:
 
     def _warm_up(self) -> dict[int, float]:
         """Run the step at each size and copy its results, which must be done once before a capture does it; seconds
-        by size, largest first. The largest and the smallest size come first, for they show how the outputs grow.
+        by size, largest first. The smallest size and the largest come first, for they show how the outputs grow.
 
         On the capture stream, because BLAS handles, workspaces and modules are made at first use, by stream,
         and cannot be made during a capture.
         """
         sizes = self.batch_sizes[::-1]
         # One bucket alone does not show which output dimension is the batch.
-        probes = (sizes[0], sizes[-1] if len(sizes) > 1 else 1)
+        probes = (sizes[-1] if len(sizes) > 1 else 1, sizes[0])
         seconds = dict.fromkeys(sizes, 0.0)
         outputs: dict[int, tuple[Any, OutputShapes]] = {}
         for size in dict.fromkeys(probes):
@@ -297,7 +297,7 @@ class GraphRunner:
             outputs[size] = self._run_padded(size)
             seconds[size] = time.perf_counter() - start
         with self._explain(sizes[0], "allocating the static outputs"):
-            largest, *others = [shapes for _, shapes in outputs.values()]
+            *others, largest = [shapes for _, shapes in outputs.values()]
             self._outputs = StaticOutputs(largest, others[0] if others else None)
         for size in sizes:
             start = time.perf_counter()

@@ -261,21 +261,38 @@ def _padded_rows(qo_indptr: Tensor, query_len: int, tokens: int) -> Tensor:
     return rows.masked_fill(rows < qo_indptr[:-1, None], tokens)
 
 
+_SCHEMA = (
+    "flash_mla_legacy::dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table,"
+    " float softmax_scale, bool is_causal, Tensor(a!)? tile_scheduler_metadata, Tensor(b!)? num_splits)"
+    " -> (Tensor, Tensor, Tensor(a)?, Tensor(b)?)"
+)
+
+
+@functools.cache
+def _decode_op() -> Callable[..., Any] | None:
+    """The op that ``flash_mla_with_kvcache`` calls, or None where a build of FlashMLA has it otherwise.
+
+    Called by its one overload: to find that, at each call, takes longer than what the op itself launches.
+    """
+    _module()  # which loads it
+    packet = getattr(torch.ops.flash_mla_legacy, "dense_decode_fwd", None)
+    op: Callable[..., Any] | None = getattr(packet, "default", None)
+    return op if str(getattr(op, "_schema", None)) == _SCHEMA else None
+
+
 def _attend(q: Tensor, kv_cache: Tensor, state: Sequence[Tensor], softmax_scale: float) -> tuple[Tensor, Tensor]:
     """q ``[B, Q, H, D]`` to ``[B, Q, H, R]`` and ``[B, H, Q]``, of which a row without keys is 0 and +inf."""
+    table, lens, *parts = state
+    pages, causal = kv_cache.unsqueeze(2), q.shape[1] > 1
+    op = _decode_op()
+    if op is not None:
+        out, lse, *_ = op(q, pages, _WIDTHS[1], lens, table, softmax_scale, causal, *(parts or (None, None)))
+        return out, lse
     schedule, _ = _module().get_mla_metadata()
-    if len(state) > 2:
-        schedule.tile_scheduler_metadata, schedule.num_splits = state[2:]
+    if parts:
+        schedule.tile_scheduler_metadata, schedule.num_splits = parts
     result: tuple[Tensor, Tensor] = _module().flash_mla_with_kvcache(
-        q,
-        kv_cache.unsqueeze(2),
-        state[0],
-        state[1],
-        _WIDTHS[1],
-        schedule,
-        softmax_scale=softmax_scale,
-        causal=q.shape[1] > 1,
-        use_legacy=True,
+        q, pages, table, lens, _WIDTHS[1], schedule, softmax_scale=softmax_scale, causal=causal, use_legacy=True
     )
     return result
 

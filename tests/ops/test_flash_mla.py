@@ -73,6 +73,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FlashMLA's stand-in, serving the CPU."""
     module = FlashMLA()
     monkeypatch.setattr(flash_mla, "_module", lambda: module)
+    monkeypatch.setattr(flash_mla, "_decode_op", lambda: None)
     monkeypatch.setattr(flash_mla, "refusal", lambda *args, **kwargs: None)
     return
 
@@ -132,6 +133,27 @@ def check_plan(device: str, query_len: int, batch_size: int) -> None:
         assert_matches(got.lse, exact.lse.double(), factor=1e4)
         padded = got.out.view(batch_size, -1)[live:]
         assert not padded.any()
+
+
+def test_the_op_behind_the_wrapper_is_given_the_same(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def op(
+        q: Tensor, cache: Tensor, width: int, lens: Tensor, table: Tensor, scale: float, causal: bool, *parts: Any
+    ) -> tuple[Any, ...]:
+        schedule = SimpleNamespace(tile_scheduler_metadata=parts[0], num_splits=parts[1])
+        options = {"softmax_scale": scale, "causal": causal, "use_legacy": True}
+        return *FlashMLA().flash_mla_with_kvcache(q, cache, table, lens, width, schedule, **options), *parts
+
+    monkeypatch.setattr(flash_mla, "_decode_op", lambda: op)
+    test_decode_without_a_plan_equals_the_reference(installed, 3, "shuffled")
+    check_plan("cpu", query_len=3, batch_size=3)
+
+
+def test_a_build_without_the_op_is_called_by_its_wrapper(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(flash_mla, "_module", FlashMLA)
+    for op in (None, SimpleNamespace(default=SimpleNamespace(_schema="flash_mla_legacy::dense_decode_fwd(Tensor q)"))):
+        monkeypatch.setattr(torch.ops, "flash_mla_legacy", SimpleNamespace(dense_decode_fwd=op), raising=False)
+        assert flash_mla._decode_op.__wrapped__() is None
 
 
 def test_a_plans_state_keeps_its_addresses_and_follows_the_update(installed: None) -> None:

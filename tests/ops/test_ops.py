@@ -8,17 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_ops
-from mla_ops.backends import reference
 from mla_ops.ops import SCHEMAS, op_fingerprint
 from mla_ops.testing import make_decode_inputs, make_prefill_inputs
 
@@ -252,71 +249,3 @@ def test_a_dispatch_mode_sees_the_op_whole(op: str, grad: bool) -> None:
     with torch.set_grad_enabled(grad), Seen() as seen:
         overload(*args, **kwargs)
     assert seen.names == [str(overload)]
-
-
-def public_decode() -> Any:
-    inputs = make_decode_inputs([3, 0, 5], poison=False).arguments()
-    return mla_ops.mla_decode(**inputs, backend="reference")
-
-
-def test_a_plain_call_of_the_public_function_skips_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla_ops.functional, "_ops", None)
-    assert public_decode().out.any()
-
-
-def test_a_dispatch_mode_sees_the_op_of_the_public_function() -> None:
-    with Seen() as seen:
-        public_decode()
-    assert "mla_ops.mla_decode.default" in seen.names
-
-
-def test_a_function_mode_sees_the_op_of_the_public_function() -> None:
-    class SeenFunctions(TorchFunctionMode):
-        names: ClassVar[list[str]] = []
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with SeenFunctions():
-        public_decode()
-    assert any("mla_decode" in name for name in SeenFunctions.names)
-
-
-def test_a_profiler_sees_the_op_of_the_public_function() -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        public_decode()
-    assert "mla_ops::mla_decode" in {event.name for event in profiler.events()}
-
-
-def test_a_subclass_of_tensor_sees_the_op_of_the_public_function() -> None:
-    inputs = make_decode_inputs([3, 0, 5], poison=False).arguments()
-    inputs["q"] = TwoTensor(inputs["q"], inputs["q"])
-    out, _ = mla_ops.mla_decode(**inputs, backend="reference")
-    assert isinstance(out, TwoTensor)
-
-
-def test_a_negative_view_is_made_real_first() -> None:
-    inputs = make_decode_inputs([3, 0, 5], poison=False).arguments()
-    expected = mla_ops.mla_decode(**{**inputs, "q": -inputs["q"]}, backend="reference")
-    got = mla_ops.mla_decode(**{**inputs, "q": torch._neg_view(inputs["q"])}, backend="reference")
-    assert all(map(torch.equal, got, expected))
-
-
-@pytest.mark.parametrize("change", ["shape", "stride", "dtype", "scalar"])
-def test_a_call_of_another_signature_is_its_own(change: str) -> None:
-    args, _ = decode(torch.float32)
-    OPS.mla_decode(*args)
-    other = list(args)
-    if change == "shape":
-        other[0] = torch.cat([args[0], args[0][:1]])
-    elif change == "stride":
-        other[0] = torch.cat([args[0], args[0]], -1)[..., : args[0].shape[-1]]
-    elif change == "dtype":
-        other[:2] = [x.double() for x in args[:2]]
-    else:
-        other[9] = args[9] * 2
-    expected = reference.mla_decode(*other[:12], args[13])
-    for _ in range(2):
-        assert all(map(torch.equal, OPS.mla_decode(*other), expected))
-    assert all(map(torch.equal, OPS.mla_decode(*args), reference.mla_decode(*args[:12], args[13])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,35 @@ def test_a_bound_call_launches_what_an_unbound_one_would(case: str, launches: li
             assert found[name] == moved.get(value, value), name
         elif value is not None:  # what is left out of the code may be given
             assert found[name] == value, name
+
+
+@pytest.mark.parametrize("case", sorted(CALLS))
+def test_a_bound_op_keeps_no_tensor(case: str, launches: list[dict[str, Any]]) -> None:
+    from mla_ops.backends.triton import BOUND
+
+    op, make = CALLS[case]
+    bound = BOUND[op]()
+    for _ in range(2):
+        args = make()
+        results = bound(*args)
+        tensors = [x for x in (*args, *(results if isinstance(results, tuple) else [results])) if isinstance(x, Tensor)]
+        gone = [weakref.ref(x) for x in tensors]
+        del args, results, tensors
+        assert all(x() is None for x in gone)
+
+
+def test_a_call_that_may_not_be_bound_is_launched_anew(
+    launches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mla_ops.backends.triton import BOUND, launch
+
+    bound, made = BOUND["rms_norm"](), []
+    run = launch.Launch.run
+    monkeypatch.setattr(launch.Launch, "run", lambda self: (made.append(self.name), run(self))[1])
+    for stream, count in ((7, 1), (7, 1), (None, 2), (7, 2)):
+        monkeypatch.setattr(launch, "bound_stream", lambda device, stream=stream: stream)
+        bound(half(3, 64), half(64), 1e-5)
+        assert len(made) == count
 
 
 @pytest.mark.parametrize("follows", [True, False], ids=["one storage", "apart"])

@@ -23,7 +23,7 @@ from mla_ops import DecodePlan, MLAConfig
 from mla_ops.warmup import DecodeStep
 
 _REPEATS = 500
-_LAYER, _LAYERS = "a layer of 4", 4
+_LAYER, _LAYERS = "MLABlock, one of 4", 4
 
 
 def decode_calls(step: DecodeInputs, backend: str, plan: DecodePlan) -> dict[str, Callable[[], Any]]:

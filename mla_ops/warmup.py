@@ -168,14 +168,15 @@ class DecodeStep:
         )
 
     def compile(self) -> None:
-        """Let the layers share a compiled function, and call it on a step of padded requests, which writes nothing."""
-        compiled, metadata = compile_layers(self.blocks), self.plan.at(1)
-        hidden_states = torch.zeros(
-            self.options.query_len, self.config.hidden_size, dtype=_dtype("dtype", self.options.dtype),
-            device=self.plan.device,
-        )  # fmt: skip
+        """Let the layers share a compiled function, and call it on a step of padded requests, which writes nothing, for
+        each backend that the plan has for some size: a graph is of one."""
+        compiled, dtype = compile_layers(self.blocks), _dtype("dtype", self.options.dtype)
+        steps = {metadata.backend: metadata for metadata in map(self.plan.at, sorted(self.options.batch_sizes)[::-1])}
         with torch.no_grad():
-            compiled[0](hidden_states, metadata.positions, self.cache.layers[0], metadata)
+            for metadata in steps.values():
+                tokens = len(metadata.positions)
+                hidden_states = torch.zeros(tokens, self.config.hidden_size, dtype=dtype, device=self.plan.device)
+                compiled[0](hidden_states, metadata.positions, self.cache.layers[0], metadata)
         self.run_blocks = list(compiled)
 
     def _random_block(self, device: torch.device, dtype: torch.dtype) -> MLABlock:

@@ -281,26 +281,27 @@ class GraphRunner:
         return body
 
     def _warm_up(self) -> dict[int, float]:
-        """Run the largest and the smallest size, which show how the outputs grow, then each with the copy of its
-        results; seconds by size, largest first.
+        """Run the step at each size and copy its results, which must be done once before a capture does it; seconds
+        by size, largest first. The largest and the smallest size come first, for they show how the outputs grow.
 
         On the capture stream, because BLAS handles, workspaces and modules are made at first use, by stream,
         and cannot be made during a capture.
         """
         sizes = self.batch_sizes[::-1]
         # One bucket alone does not show which output dimension is the batch.
-        probes = dict.fromkeys((sizes[0], sizes[-1] if len(sizes) > 1 else 1))
+        probes = (sizes[0], sizes[-1] if len(sizes) > 1 else 1)
         seconds = dict.fromkeys(sizes, 0.0)
-        shapes = []
-        for size in probes:
+        outputs: dict[int, tuple[Any, OutputShapes]] = {}
+        for size in dict.fromkeys(probes):
             start = time.perf_counter()
-            shapes.append(self._run_padded(size)[1])
+            outputs[size] = self._run_padded(size)
             seconds[size] = time.perf_counter() - start
         with self._explain(sizes[0], "allocating the static outputs"):
-            self._outputs = StaticOutputs(shapes[0], shapes[1] if len(shapes) > 1 else None)
+            largest, *others = [shapes for _, shapes in outputs.values()]
+            self._outputs = StaticOutputs(largest, others[0] if others else None)
         for size in sizes:
             start = time.perf_counter()
-            output, found = self._run_padded(size)
+            output, found = outputs.pop(size) if size in outputs else self._run_padded(size)
             self.static_outputs.check(found)
             with self._explain(size, "warming up"):
                 self.static_outputs.store(output, size)

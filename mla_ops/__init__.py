@@ -9,18 +9,14 @@ from mla_ops.config import PRESETS, MLAConfig
 from mla_ops.errors import BackendUnavailableError, InferenceOnlyError, MLAError, OutOfPagesError, PlanError
 from mla_ops.functional import (
     AttentionOutput,
-    absorb_query,
-    expand_values,
     gather_latent_cache,
-    linear,
     merge_attn_states,
     mla_decode,
     mla_prefill,
-    norm_rope_write,
-    rms_norm,
     write_latent_cache,
 )
 from mla_ops.kv_cache import PagedLatentCache
+from mla_ops.layer_functional import absorb_query, expand_values, linear, norm_rope_write, rms_norm
 from mla_ops.module import DeepseekMLA
 from mla_ops.plan import DecodeMetadata, DecodePlan, PaddingRule, PrefillPlan
 

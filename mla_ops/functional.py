@@ -1,4 +1,6 @@
-"""The public functions: choose a backend, call the op.
+"""The public functions of attention and its cache: choose a backend, call the op.
+
+Those of the ops around attention are in :mod:`mla_ops.layer_functional`.
 
 Letters: T query tokens, S keys, B requests, H heads, R kv_lora_rank, P qk_rope_head_dim, D = R + P,
 N qk_nope_head_dim, V v_head_dim. A latent row is [normed compressed kv, R | roped k_pe, P], K and V in one.
@@ -14,23 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import mla_ops.layer_ops
-import mla_ops.ops  # both define the operators
-from mla_ops.backends.select import Op, select
+from mla_ops import ops  # which defines the operators
+from mla_ops.backends.select import select
 from mla_ops.transforms import goes_straight
 from mla_ops.validation import KNOWN_KV_LORA_RANKS
 
 __all__ = [
     "AttentionOutput",
-    "absorb_query",
-    "expand_values",
     "gather_latent_cache",
-    "linear",
     "merge_attn_states",
     "mla_decode",
     "mla_prefill",
-    "norm_rope_write",
-    "rms_norm",
     "write_latent_cache",
 ]
 
@@ -44,8 +40,8 @@ class AttentionOutput(NamedTuple):
     lse: Tensor
 
 
-def _resolved(backend: str, like: Tensor, op: Op = "cache") -> str:
-    return select(None, like.device, like.dtype, op=op).name if backend == "auto" else backend
+def _resolved(backend: str, like: Tensor) -> str:
+    return select(None, like.device, like.dtype, op="cache").name if backend == "auto" else backend
 
 
 def _decode_widths(q: Tensor, kv_lora_rank: int | None) -> tuple[int, int] | None:
@@ -118,8 +114,8 @@ def mla_decode(
     )
     if out is None:
         # A pass through the dispatcher costs as much as both launches
-        straight = q_scale is kv_scale is None and goes_straight(*arguments[:6])
-        return AttentionOutput(*(mla_ops.ops.decode if straight else _ops.mla_decode)(*arguments))
+        straight = goes_straight(*arguments[:6], q_scale, kv_scale)
+        return AttentionOutput(*(ops.decode if straight else _ops.mla_decode)(*arguments))
     _ops.mla_decode.out(*arguments, out=out[0], lse=out[1])
     return AttentionOutput(*out)
 
@@ -192,7 +188,9 @@ def write_latent_cache(
         ValueError, TypeError: as in :func:`mla_decode`.
         InferenceOnlyError: an input requires a gradient.
     """
-    _ops.write_latent_cache(kv_c, k_pe, kv_cache, slot_mapping, kv_scale, _resolved(backend, kv_c))
+    tensors = (kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
+    op = ops.write if goes_straight(*tensors) else _ops.write_latent_cache
+    op(*tensors, _resolved(backend, kv_c))
 
 
 def gather_latent_cache(
@@ -255,158 +253,3 @@ def merge_attn_states(
         ValueError, TypeError: as in :func:`mla_decode`.
     """
     return AttentionOutput(*_ops.merge_attn_states(out_a, lse_a, out_b, lse_b, _resolved(backend, out_a)))
-
-
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") -> Tensor:
-    """``x / sqrt(mean(x ** 2) + eps) * weight``, row by row, rounded once.
-
-    Args:
-        x: ``[T, W]`` fp16, bf16 or fp32.
-        weight: ``[W]`` of x's dtype.
-        eps: epsilon.
-        backend: ``"auto"``, ``"triton"`` or ``"reference"``.
-
-    Returns:
-        ``[T, W]`` of x's dtype.
-
-    Raises:
-        ValueError, TypeError: as in :func:`mla_decode`.
-        InferenceOnlyError: a gradient is asked of a backend without one.
-    """
-    result: Tensor = _ops.rms_norm(x, weight, eps, _resolved(backend, x, "layer"))
-    return result
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    second: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    backend: str = "auto",
-) -> Tensor:
-    """``x @ weight.T``, ``x @ second.T`` beside it, added to a residual: few rows at the speed of reading weights.
-
-    Args:
-        x: ``[T, K]`` fp16, bf16 or fp32.
-        weight: ``[N, K]`` of x's dtype.
-        second: ``[M, K]`` of x's dtype, or ``None``.
-        residual: ``[T, N + M]`` of x's dtype, or ``None``.
-        backend: as in :func:`rms_norm`; for many rows ``"triton"`` is torch's own product.
-
-    Returns:
-        ``[T, N + M]`` of x's dtype.
-
-    Raises:
-        ValueError, TypeError: as in :func:`mla_decode`.
-        InferenceOnlyError: a gradient is asked of a backend without one, or of ``second`` or ``residual``.
-    """
-    result: Tensor = _ops.linear(x, weight, second, residual, _resolved(backend, x, "layer"))
-    return result
-
-
-def norm_rope_write(
-    q_a: Tensor,
-    latent: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    eps: float,
-    rope_scale: float = 1.0,
-    interleave: bool = True,
-    kv_scale: Tensor | None = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """All that is done to the rows of MLA's two down-projections, in one kernel; the cache is written in place.
-
-    Norms q_a; norms the first R of each latent row and rotates the rest, by ``positions * inv_freq`` radians in
-    float32 and then as :func:`mla_ops.rope.apply_rotary`; stores that row as :func:`write_latent_cache` does.
-
-    Args:
-        q_a: ``[T, q_lora_rank]``, result of ``q_a_proj``; of width 0 where a model has none.
-        latent: ``[T, R + P]`` of q_a's dtype, result of ``kv_a_proj_with_mqa``.
-        q_weight: ``[q_lora_rank]`` of ``q_a_layernorm``.
-        kv_weight: ``[R]`` of ``kv_a_layernorm``.
-        positions: ``[T]`` int64.
-        inv_freq: ``[P / 2]`` float32 radians per position.
-        kv_cache: ``[pages, page_size, R + P]`` of latent's dtype, or fp8. Written.
-        slot_mapping: ``[T]`` int64; a slot that the cache does not have (-1) writes nothing.
-        eps: epsilon of both norms.
-        rope_scale: multiplies cos and sin (YaRN's attention scaling).
-        interleave: pairs are adjacent elements, else element i and i + P / 2.
-        kv_scale: ``[1]`` float32, needed for an fp8 cache.
-        backend: as in :func:`rms_norm`.
-
-    Returns:
-        Normed q_a ``[T, q_lora_rank]`` and the latent rows ``[T, R + P]``, of the inputs' dtype.
-
-    Raises:
-        ValueError, TypeError: as in :func:`mla_decode`.
-        InferenceOnlyError: an input requires a gradient.
-    """
-    result: tuple[Tensor, Tensor] = _ops.norm_rope_write(
-        *(q_a, latent, q_weight, kv_weight, positions, inv_freq, kv_cache, slot_mapping),
-        *(eps, rope_scale, interleave, kv_scale, _resolved(backend, latent, "layer")),
-    )
-    return result
-
-
-def absorb_query(
-    q: Tensor,
-    w_uk: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    *,
-    rope_scale: float = 1.0,
-    interleave: bool = True,
-    scaling_beta: float = 0.0,
-    scaling_window: int = 1,
-    backend: str = "auto",
-) -> Tensor:
-    """Queries as :func:`mla_decode` takes them: ``[q_nope W_UK | rotated q_pe]`` per head.
-
-    Args:
-        q: ``[T, H, N + P]`` fp16, bf16 or fp32, result of ``q_b_proj`` (or ``q_proj``).
-        w_uk: ``[H, N, R]`` of q's dtype.
-        positions: ``[T]`` int64.
-        inv_freq: ``[P / 2]`` float32 radians per position.
-        rope_scale, interleave: as in :func:`norm_rope_write`.
-        scaling_beta: Mistral 4's growth of queries: all of a query times ``1 + beta * log(1 + position // window)``.
-        scaling_window: positions of its first window, within which that is 1.
-        backend: as in :func:`rms_norm`.
-
-    Returns:
-        ``[T, H, R + P]`` of q's dtype.
-
-    Raises:
-        ValueError, TypeError: as in :func:`mla_decode`.
-        InferenceOnlyError: a gradient is asked of a backend without one.
-    """
-    result: Tensor = _ops.absorb_query(
-        *(q, w_uk, positions, inv_freq, rope_scale, interleave, scaling_beta, scaling_window),
-        _resolved(backend, q, "layer"),
-    )
-    return result
-
-
-def expand_values(latent: Tensor, w_uv: Tensor, *, backend: str = "auto") -> Tensor:
-    """Values of attended latents, the heads side by side as ``o_proj`` takes them.
-
-    Args:
-        latent: ``[T, H, R]``, out of :func:`mla_decode`.
-        w_uv: ``[H, V, R]`` of latent's dtype.
-        backend: as in :func:`rms_norm`.
-
-    Returns:
-        ``[T, H * V]`` of latent's dtype.
-
-    Raises:
-        ValueError, TypeError: as in :func:`mla_decode`.
-        InferenceOnlyError: a gradient is asked of a backend without one.
-    """
-    result: Tensor = _ops.expand_values(latent, w_uv, _resolved(backend, latent, "layer"))
-    return result

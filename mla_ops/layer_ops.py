@@ -16,10 +16,12 @@ from torch import Tensor
 
 from mla_ops import transforms, validation
 from mla_ops.backends import reference
+from mla_ops.backends.kernels import bound_kernel
 from mla_ops.errors import InferenceOnlyError
-from mla_ops.ops import apart, backend_kernel, define
+from mla_ops.ops import apart, define
+from mla_ops.signatures import READY, remember, signature
 
-__all__ = ["LAYER_SCHEMAS"]
+__all__ = ["LAYER_SCHEMAS", "absorb_query", "expand_values", "linear", "norm_rope_write", "rms_norm"]
 
 LAYER_SCHEMAS = {
     "rms_norm": "(Tensor x, Tensor weight, float eps, str backend='reference') -> Tensor",
@@ -43,9 +45,13 @@ LAYER_SCHEMAS = {
 # --- rms_norm ---------------------------------------------------------------------------------------------------
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "reference") -> Tensor:
-    validation.check_rms_norm(x, weight)
-    kernel = backend_kernel("rms_norm", backend)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "reference") -> Tensor:
+    """The kernel of ``rms_norm``, for a call that :func:`mla_ops.transforms.goes_straight` to it; so are the others."""
+    key = ("rms_norm", backend, eps, *signature((x, weight)))
+    kernel = READY.get(key)
+    if kernel is None:
+        validation.check_rms_norm(x, weight)
+        kernel = remember(key, bound_kernel("rms_norm", backend))
     result: Tensor = kernel(x, weight, eps) if x.numel() else x.new_empty(x.shape)
     return result
 
@@ -58,11 +64,15 @@ def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float, backend: str = "refere
 # --- linear -----------------------------------------------------------------------------------------------------
 
 
-def _linear(
+def linear(
     x: Tensor, weight: Tensor, second: Tensor | None = None, residual: Tensor | None = None, backend: str = "reference"
 ) -> Tensor:
-    validation.check_linear(x, weight, second, residual)
-    kernel = backend_kernel("linear", backend)
+    """The kernel of ``linear``."""
+    key = ("linear", backend, *signature((x, weight, second, residual)))
+    kernel = READY.get(key)
+    if kernel is None:
+        validation.check_linear(x, weight, second, residual)
+        kernel = remember(key, bound_kernel("linear", backend))
     result: Tensor = kernel(x, weight, second, residual) if x.shape[0] else _linear_output(x, weight, second)
     return result
 
@@ -81,7 +91,7 @@ def _linear_output(x: Tensor, weight: Tensor, second: Tensor | None) -> Tensor:
 # --- norm_rope_write --------------------------------------------------------------------------------------------
 
 
-def _norm_rope_write(
+def norm_rope_write(
     q_a: Tensor,
     latent: Tensor,
     q_weight: Tensor,
@@ -96,16 +106,16 @@ def _norm_rope_write(
     kv_scale: Tensor | None = None,
     backend: str = "reference",
 ) -> tuple[Tensor, Tensor]:
-    validation.check_norm_rope_write(
-        q_a, latent, q_weight, kv_weight, positions, inv_freq, kv_cache, slot_mapping, kv_scale
-    )
-    kernel = backend_kernel("norm_rope_write", backend)
+    """The kernel of ``norm_rope_write``."""
+    tensors = (*apart(kv_cache, q_a, latent), q_weight, kv_weight, positions, inv_freq, kv_cache, slot_mapping)
+    key = ("norm_rope_write", backend, eps, rope_scale, interleave, *signature((*tensors, kv_scale)))
+    kernel = READY.get(key)
+    if kernel is None:
+        validation.check_norm_rope_write(*tensors, kv_scale)
+        kernel = remember(key, bound_kernel("norm_rope_write", backend))
     if not latent.numel():
         return q_a.new_empty(q_a.shape), latent.new_empty(latent.shape)
-    result: tuple[Tensor, Tensor] = kernel(
-        apart(q_a, kv_cache), apart(latent, kv_cache), q_weight, kv_weight, positions, inv_freq, kv_cache,
-        slot_mapping, eps, rope_scale, interleave, kv_scale,
-    )  # fmt: skip
+    result: tuple[Tensor, Tensor] = kernel(*tensors, eps, rope_scale, interleave, kv_scale)
     return result
 
 
@@ -133,7 +143,7 @@ def _norm_rope_write_fake(
 # --- absorb_query -----------------------------------------------------------------------------------------------
 
 
-def _absorb_query(
+def absorb_query(
     q: Tensor,
     w_uk: Tensor,
     positions: Tensor,
@@ -144,11 +154,16 @@ def _absorb_query(
     scaling_window: int = 1,
     backend: str = "reference",
 ) -> Tensor:
-    validation.check_absorb_query(q, w_uk, positions, inv_freq, scaling_beta, scaling_window)
-    kernel = backend_kernel("absorb_query", backend)
+    """The kernel of ``absorb_query``."""
+    scalars = (rope_scale, interleave, scaling_beta, scaling_window)
+    key = ("absorb_query", backend, *scalars, *signature((q, w_uk, positions, inv_freq)))
+    kernel = READY.get(key)
+    if kernel is None:
+        validation.check_absorb_query(q, w_uk, positions, inv_freq, scaling_beta, scaling_window)
+        kernel = remember(key, bound_kernel("absorb_query", backend))
     if not q.numel():
         return q.new_empty(q.shape[0], q.shape[1], w_uk.shape[2] + 2 * inv_freq.shape[0])
-    result: Tensor = kernel(q, w_uk, positions, inv_freq, rope_scale, interleave, scaling_beta, scaling_window)
+    result: Tensor = kernel(q, w_uk, positions, inv_freq, *scalars)
     return result
 
 
@@ -170,9 +185,13 @@ def _absorb_query_fake(
 # --- expand_values ----------------------------------------------------------------------------------------------
 
 
-def _expand_values(latent: Tensor, w_uv: Tensor, backend: str = "reference") -> Tensor:
-    validation.check_expand_values(latent, w_uv)
-    kernel = backend_kernel("expand_values", backend)
+def expand_values(latent: Tensor, w_uv: Tensor, backend: str = "reference") -> Tensor:
+    """The kernel of ``expand_values``."""
+    key = ("expand_values", backend, *signature((latent, w_uv)))
+    kernel = READY.get(key)
+    if kernel is None:
+        validation.check_expand_values(latent, w_uv)
+        kernel = remember(key, bound_kernel("expand_values", backend))
     if not latent.numel():
         return latent.new_empty(latent.shape[0], w_uv.shape[0] * w_uv.shape[1])
     result: Tensor = kernel(latent, w_uv)
@@ -224,11 +243,11 @@ def _refuse_write_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 _ENTRIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "rms_norm": (_rms_norm, _rms_norm_fake),
-    "linear": (_linear, _linear_fake),
-    "norm_rope_write": (_norm_rope_write, _norm_rope_write_fake),
-    "absorb_query": (_absorb_query, _absorb_query_fake),
-    "expand_values": (_expand_values, _expand_values_fake),
+    "rms_norm": (rms_norm, _rms_norm_fake),
+    "linear": (linear, _linear_fake),
+    "norm_rope_write": (norm_rope_write, _norm_rope_write_fake),
+    "absorb_query": (absorb_query, _absorb_query_fake),
+    "expand_values": (expand_values, _expand_values_fake),
 }
 
 

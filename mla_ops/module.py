@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from mla_ops import functional
+from mla_ops import functional, layer_functional
 from mla_ops.config import MLAConfig
 from mla_ops.plan import DecodeMetadata, DecodePlan, PrefillPlan
 from mla_ops.rope import RotaryEmbedding, apply_rotary
@@ -98,7 +98,8 @@ class DeepseekMLA(nn.Module):
             # A submodule that is only set to None still takes its name in a state dict, and drops the weight
             del self.kv_b_proj
             self.kv_b_proj = None
-        return self.W_UK, self.W_UV
+        w_uk, w_uv = self._up_projections().split_with_sizes((self.config.qk_nope_head_dim, self.config.v_head_dim), 1)
+        return w_uk, w_uv
 
     def parallelize(self, mesh: DeviceMesh) -> Self:
         """Shard the heads over a one-dimensional mesh, with torch's own tensor-parallel styles.
@@ -142,18 +143,19 @@ class DeepseekMLA(nn.Module):
         if isinstance(plan, DecodePlan):
             plan = plan.at(hidden_states.shape[0] // plan.query_len)
         config, fused = self.config, self.fuses(hidden_states, plan.backend)
+        w_uk, w_uv = self.absorb()
         if fused:
             q, _ = self._project_fused(hidden_states, positions, kv_cache, plan.slot_mapping)
             beta, window = config.query_scaling
-            q = functional.absorb_query(
-                q, self.W_UK, positions, **self._rope_options, scaling_beta=beta, scaling_window=window, backend=_OURS
+            q = layer_functional.absorb_query(
+                q, w_uk, positions, **self._rope_options, scaling_beta=beta, scaling_window=window, backend=_OURS
             )
         else:
             q_nope, q_pe, kv_c, k_pe = self._project(hidden_states, positions)
             functional.write_latent_cache(
                 kv_c, k_pe, kv_cache, plan.slot_mapping, kv_scale=self.kv_scale, backend=plan.backend
             )
-            q_latent = torch.bmm(q_nope.transpose(0, 1), self.W_UK).transpose(0, 1)  # [T, H, R]
+            q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)  # [T, H, R]
             q = torch.cat([q_latent, q_pe], dim=-1)
         out, _ = functional.mla_decode(
             q,
@@ -171,8 +173,8 @@ class DeepseekMLA(nn.Module):
             backend=plan.backend,
         )
         if fused:
-            return _product(self.o_proj, functional.expand_values(out, self.W_UV, backend=_OURS), residual)
-        values = torch.bmm(out.transpose(0, 1), self.W_UV.mT).transpose(0, 1).flatten(1)  # [T, H * V]
+            return _product(self.o_proj, layer_functional.expand_values(out, w_uv, backend=_OURS), residual)
+        values = torch.bmm(out.transpose(0, 1), w_uv.mT).transpose(0, 1).flatten(1)  # [T, H * V]
         output: Tensor = self.o_proj(values)
         return output if residual is None else residual + output
 
@@ -250,15 +252,16 @@ class DeepseekMLA(nn.Module):
         self, hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> tuple[Tensor, Tensor]:
         """``[T, hidden_size]`` to queries ``[T, H, N + P]`` without position and latent rows ``[T, D]``, written."""
-        has_lora = self.config.q_lora_rank is not None
-        if has_lora and _is_plain(self.q_a_proj) and _is_plain(self.kv_a_proj_with_mqa):
-            both = functional.linear(hidden_states, self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight, backend=_OURS)
-            q_a, latent = self._split(both, self.q_a_proj.out_features)
+        has_lora, kv_a = self.config.q_lora_rank is not None, self.kv_a_proj_with_mqa
+        q_a_weight, kv_a_weight = _weight_alone(self.q_a_proj) if has_lora else None, _weight_alone(kv_a)
+        if q_a_weight is not None and kv_a_weight is not None:
+            both = layer_functional.linear(hidden_states, q_a_weight, kv_a_weight, backend=_OURS)
+            q_a, latent = self._split(both, q_a_weight.shape[0])
         else:
-            latent = _product(self.kv_a_proj_with_mqa, hidden_states)
+            latent = _product(kv_a, hidden_states)
             q_a = self.q_a_proj(hidden_states) if has_lora else latent[:, :0]
         weight = self.kv_a_layernorm.weight
-        q_a, rows = functional.norm_rope_write(
+        q_a, rows = layer_functional.norm_rope_write(
             q_a,
             latent,
             self.q_a_layernorm.weight if has_lora else weight[:0],
@@ -316,7 +319,8 @@ class DeepseekMLA(nn.Module):
 
     @staticmethod
     def _split(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        return x[..., :width], x[..., width:]
+        first, rest = x.split_with_sizes((width, x.shape[-1] - width), -1)
+        return first, rest
 
     def _kv_b_weight(self) -> Tensor:
         if self.kv_b_proj is None:
@@ -340,17 +344,19 @@ def _store_together(first: nn.Linear, second: nn.Linear) -> None:
     second.weight = nn.Parameter(both[first.out_features :])
 
 
-def _is_plain(layer: nn.Linear) -> bool:
-    """Whether a layer is the product with its weight and nothing else: no bias, hook, shard or subclass."""
+def _weight_alone(layer: nn.Linear) -> Tensor | None:
+    """The weight of a layer that is the product with it and nothing else: no bias, hook, shard or subclass."""
     weight: object = layer.weight
     bias: object = layer.bias
     hooks = layer._forward_hooks or layer._forward_pre_hooks
-    return type(layer) is nn.Linear and type(weight) in (Tensor, nn.Parameter) and bias is None and not hooks
+    alone = type(layer) is nn.Linear and type(weight) in (Tensor, nn.Parameter) and bias is None and not hooks
+    return layer.weight if alone else None
 
 
 def _product(layer: nn.Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
     """``layer(x)``, added to a residual, by our kernel where that is all that the layer does."""
-    if _is_plain(layer):
-        return functional.linear(x, layer.weight, residual=residual, backend=_OURS)
+    weight = _weight_alone(layer)
+    if weight is not None:
+        return layer_functional.linear(x, weight, residual=residual, backend=_OURS)
     result: Tensor = layer(x)
     return result if residual is None else residual + result

@@ -11,8 +11,6 @@ Letters: T query tokens, B requests, H heads, R kv_lora_rank, P qk_rope_head_dim
 from __future__ import annotations
 
 import hashlib
-import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,11 @@ import torch
 from torch import Tensor
 
 from mla_ops import transforms, validation
-from mla_ops.errors import BackendUnavailableError
+from mla_ops.backends.kernels import backend_kernel, bound_kernel
 from mla_ops.signatures import READY, remember, signature
 from mla_ops.validation import infer_kv_lora_rank, output_dtype
 
-__all__ = ["SCHEMAS", "apart", "backend_kernel", "bound_kernel", "decode", "define", "op_fingerprint"]
+__all__ = ["SCHEMAS", "apart", "decode", "define", "op_fingerprint", "write"]
 
 SCHEMAS = {
     "mla_decode": (
@@ -62,38 +60,6 @@ SCHEMAS = {
 
 _LIBRARY = torch.library.Library("mla_ops", "DEF")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_BACKEND_MODULES = {name: f"mla_ops.backends.{name}" for name in ("aiter", "flash_mla", "reference", "triton")}
-_KERNELS: dict[tuple[str, str], Callable[..., Any]] = {}
-
-
-def backend_kernel(op: str, backend: str) -> Callable[..., Any]:
-    """The implementation of ``op`` by ``backend``, imported when first asked for.
-
-    Raises:
-        ValueError: there is no backend of that name.
-        BackendUnavailableError: it does not have the op.
-    """
-    kernel = _KERNELS.get((op, backend))
-    if kernel is None:
-        if backend not in _BACKEND_MODULES:
-            raise ValueError(f"backend must be one of {', '.join(sorted(_BACKEND_MODULES))}, got {backend!r}")
-        kernel = getattr(importlib.import_module(_BACKEND_MODULES[backend]), op, None)
-        if kernel is None:
-            raise BackendUnavailableError(backend, f"it has no {op}", 'use backend="triton" or "reference"')
-        _KERNELS[op, backend] = kernel
-    return kernel
-
-
-def bound_kernel(op: str, backend: str) -> Callable[..., Any]:
-    """The kernel for calls of one signature: one that learns from the first of them, if the backend has it.
-
-    Raises:
-        ValueError: as :func:`backend_kernel`.
-    """
-    backend_kernel(op, backend)
-    module = sys.modules.get(_BACKEND_MODULES.get(backend, ""))
-    bind = getattr(module, "BOUND", {}).get(op)
-    return (lambda *args: backend_kernel(op, backend)(*args)) if bind is None else bind()
 
 
 # --- mla_decode -------------------------------------------------------------------------------------------------
@@ -184,18 +150,8 @@ def _mla_decode_fake(
     backend: str = "reference",
     kv_lora_rank: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    validation.check_mla_decode(
-        q,
-        kv_cache,
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        kv_last_page_lens,
-        max_seqlen_q,
-        num_kv_splits,
-        q_scale,
-        kv_scale,
-    )
+    lists = (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
+    validation.check_mla_decode(q, kv_cache, *lists, max_seqlen_q, num_kv_splits, q_scale, kv_scale)
     rank = infer_kv_lora_rank(q.shape[2], kv_lora_rank)
     out = q.new_empty(q.shape[0], q.shape[1], rank, dtype=output_dtype(q))
     return out, q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
@@ -263,7 +219,7 @@ def _mla_prefill_fake(
 # --- write_latent_cache -----------------------------------------------------------------------------------------
 
 
-def _write_latent_cache(
+def write(
     kv_c: Tensor,
     k_pe: Tensor,
     kv_cache: Tensor,
@@ -271,24 +227,29 @@ def _write_latent_cache(
     kv_scale: Tensor | None = None,
     backend: str = "reference",
 ) -> None:
-    tensors = (kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
+    """The kernel of ``write_latent_cache``, for a call that goes straight to it as in :func:`decode`."""
+    tensors = (*apart(kv_cache, kv_c, k_pe), kv_cache, slot_mapping, kv_scale)
     key = ("write_latent_cache", backend, *signature(tensors))
     kernel = READY.get(key)
     if kernel is None:
         validation.check_write_latent_cache(*tensors)
         kernel = remember(key, bound_kernel("write_latent_cache", backend))
     if slot_mapping.numel() and kv_cache.numel():
-        kernel(apart(kv_c, kv_cache), apart(k_pe, kv_cache), kv_cache, slot_mapping, kv_scale)
+        kernel(*tensors)
 
 
-def apart(x: Tensor, written: Tensor) -> Tensor:
-    """x, or a copy of it where it shares memory with what the op writes.
+def apart(written: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The two, or copies of them where they share memory with what the op writes.
 
     Inductor turns ``op(x, x.clone())`` into ``op(x, x)`` where x is not needed afterwards (pytorch#198031). A kernel
     that writes one row while another is still to be read would then be wrong; read as a whole before, it is not.
+    Before a signature is taken: a copy may have other strides.
     """
-    shared = x.untyped_storage().data_ptr() == written.untyped_storage().data_ptr()
-    return x.clone() if shared else x
+    memory = written.untyped_storage().data_ptr()
+    return (
+        first.clone() if first.untyped_storage().data_ptr() == memory else first,
+        second.clone() if second.untyped_storage().data_ptr() == memory else second,
+    )
 
 
 def _write_latent_cache_fake(
@@ -317,31 +278,12 @@ def _gather_latent_cache(
     dtype: torch.dtype | None = None,
     backend: str = "reference",
 ) -> Tensor:
-    validation.check_gather_latent_cache(
-        kv_cache,
-        kv_indptr,
-        kv_indices,
-        kv_last_page_lens,
-        cu_seqlens,
-        seq_starts,
-        num_tokens,
-        kv_scale,
-        dtype,
-    )
+    lists = (kv_indptr, kv_indices, kv_last_page_lens, cu_seqlens, seq_starts)
+    validation.check_gather_latent_cache(kv_cache, *lists, num_tokens, kv_scale, dtype)
     kernel = backend_kernel("gather_latent_cache", backend)
     if not (num_tokens and kv_cache.numel() and kv_indices.numel() and kv_last_page_lens.numel()):
         return kv_cache.new_zeros(num_tokens, kv_cache.shape[2], dtype=dtype or kv_cache.dtype)
-    result: Tensor = kernel(
-        kv_cache,
-        kv_indptr,
-        kv_indices,
-        kv_last_page_lens,
-        cu_seqlens,
-        seq_starts,
-        num_tokens,
-        kv_scale,
-        dtype,
-    )
+    result: Tensor = kernel(kv_cache, *lists, num_tokens, kv_scale, dtype)
     return result
 
 
@@ -357,17 +299,8 @@ def _gather_latent_cache_fake(
     dtype: torch.dtype | None = None,
     backend: str = "reference",
 ) -> Tensor:
-    validation.check_gather_latent_cache(
-        kv_cache,
-        kv_indptr,
-        kv_indices,
-        kv_last_page_lens,
-        cu_seqlens,
-        seq_starts,
-        num_tokens,
-        kv_scale,
-        dtype,
-    )
+    lists = (kv_indptr, kv_indices, kv_last_page_lens, cu_seqlens, seq_starts)
+    validation.check_gather_latent_cache(kv_cache, *lists, num_tokens, kv_scale, dtype)
     return kv_cache.new_empty(num_tokens, kv_cache.shape[2], dtype=dtype or kv_cache.dtype)
 
 
@@ -396,7 +329,7 @@ _ENTRIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "mla_decode": (decode, _mla_decode_fake),
     "mla_decode.out": (_mla_decode_out, _mla_decode_out_fake),
     "mla_prefill": (_mla_prefill, _mla_prefill_fake),
-    "write_latent_cache": (_write_latent_cache, _write_latent_cache_fake),
+    "write_latent_cache": (write, _write_latent_cache_fake),
     "gather_latent_cache": (_gather_latent_cache, _gather_latent_cache_fake),
     "merge_attn_states": (_merge_attn_states, _merge_attn_states_fake),
 }

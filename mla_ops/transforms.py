@@ -140,20 +140,23 @@ def _needs_grad(*args: Any, **kwargs: Any) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)
 
 
-def goes_straight(first: Tensor, second: Tensor, *others: Tensor) -> bool:
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+
+def goes_straight(first: Tensor, *others: Tensor | None) -> bool:
     """Whether the dispatcher would take a call on these tensors to the op's own kernel, and nothing would notice it.
 
     No mode, transform, tracer, profiler or tensor that stands for another is there, and nothing asks for a gradient.
-    Only ``first`` and ``second`` may be views that the dispatcher makes real (of a conjugate or negative).
+    The others are on the device and of the kind of ``first``, or the op's checks refuse them.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_function_stack() or torch._C._autograd._profiler_enabled():
         return False
     grad = torch.is_grad_enabled()
-    for x in (first, second, *others):
-        if type(x) is not Tensor or (grad and x.requires_grad):
+    for x in (first, *others):
+        if type(x) not in _PLAIN_TYPES or (x is not None and (x.is_neg() or (grad and x.requires_grad))):
             return False
-    keys = torch._C._dispatch_keys(first) | torch._C._dispatch_keys(second)
-    return not (keys | torch._C._dispatch_tls_local_include_set()).raw_repr() & _NOT_PLAIN
+    keys = torch._C._dispatch_keys(first).raw_repr() | torch._C._dispatch_tls_local_include_set().raw_repr()
+    return not keys & _NOT_PLAIN
 
 
 def register_differentiable(

@@ -34,8 +34,8 @@ from capture.process import open_device
 from mla_ops.backends.select import Choice, select
 from mla_ops.compiled import compile_layers
 from mla_ops.config import PRESETS, MLAConfig
-from mla_ops.functional import rms_norm
 from mla_ops.kv_cache import PagedLatentCache
+from mla_ops.layer_functional import rms_norm
 from mla_ops.module import DeepseekMLA
 from mla_ops.ops import op_fingerprint
 from mla_ops.plan import DecodeMetadata, DecodePlan
@@ -358,8 +358,8 @@ def _fields(
 def _source_hash() -> str:
     """Hash of what is traced into a compiled block."""
     folder, digest = Path(__file__).parent, hashlib.sha256()
-    for traced in ("compiled.py", "functional.py", "module.py", "plan.py", "rope.py", "warmup.py"):
-        digest.update((folder / traced).read_bytes())
+    for traced in ("compiled", "functional", "layer_functional", "module", "plan", "rope", "warmup"):
+        digest.update((folder / f"{traced}.py").read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_ops.backends.kernels import backend_kernel, bound_kernel
 from mla_ops.backends.select import select
 from mla_ops.config import MLAConfig
 from mla_ops.errors import BackendUnavailableError
@@ -285,8 +286,6 @@ def _others(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _delegate(op: str, like: Tensor, *arguments: Any) -> Any:
-    from mla_ops.ops import backend_kernel  # here: mla_ops.ops imports backends
-
     return backend_kernel(op, _others(like.device, like.dtype))(*arguments)
 
 
@@ -299,8 +298,6 @@ class _BoundDelegate:
 
     def __call__(self, like: Tensor, *arguments: Any) -> Any:
         if self._kernel is None:
-            from mla_ops.ops import bound_kernel  # here: mla_ops.ops imports backends
-
             self._kernel = bound_kernel(self._op, _others(like.device, like.dtype))
         return self._kernel(like, *arguments)
 

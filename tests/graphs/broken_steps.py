@@ -131,7 +131,7 @@ class WritesOnlyTheFirstTime(ToyStep):
         return make_inputs(batch_size, generator)
 
     def write(self, x: Tensor, slots: Tensor) -> None:
-        if self.written < 2 * 3:
+        if self.written < 3:
             self.written += 1
             super().write(x, slots)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import mla_ops
-from mla_ops import InferenceOnlyError, ops
-from mla_ops.backends import reference
+from mla_ops import InferenceOnlyError
+from mla_ops.backends import kernels, reference
 from mla_ops.testing import DecodeInputs, make_decode_inputs, make_prefill_inputs
 
 Case = tuple[Callable[..., Any], tuple[Tensor, ...]]
@@ -180,10 +180,10 @@ def test_an_op_that_writes_in_place_works_without_gradients(
 @pytest.fixture
 def fake_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A second backend, with the reference's kernels under another name."""
-    monkeypatch.setitem(ops._BACKEND_MODULES, "fake", "mla_ops.backends.reference")
+    monkeypatch.setitem(kernels._MODULES, "fake", "mla_ops.backends.reference")
     yield "fake"
-    for key in [key for key in ops._KERNELS if key[1] == "fake"]:
-        del ops._KERNELS[key]
+    for key in [key for key in kernels._KERNELS if key[1] == "fake"]:
+        del kernels._KERNELS[key]
 
 
 def calls_of(backend: str, requires_grad: bool) -> dict[str, Callable[[], Any]]:

@@ -13,7 +13,8 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 import mla_ops
-from mla_ops import BackendUnavailableError, InferenceOnlyError, ops, select
+from mla_ops import BackendUnavailableError, InferenceOnlyError, select
+from mla_ops.backends import kernels
 from mla_ops.layer_ops import LAYER_SCHEMAS
 from mla_ops.rope import apply_rotary
 from mla_ops.testing import assert_matches
@@ -220,10 +221,10 @@ def test_gradients_are_those_of_finite_differences(op: str) -> None:
 @pytest.fixture
 def fake_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A second backend, with the reference's kernels under another name."""
-    monkeypatch.setitem(ops._BACKEND_MODULES, "fake", "mla_ops.backends.reference")
+    monkeypatch.setitem(kernels._MODULES, "fake", "mla_ops.backends.reference")
     yield "fake"
-    for key in [key for key in ops._KERNELS if key[1] == "fake"]:
-        del ops._KERNELS[key]
+    for key in [key for key in kernels._KERNELS if key[1] == "fake"]:
+        del kernels._KERNELS[key]
 
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import triton
-from kernel_cases import Paged, check_decode, check_prefill, paged
+from kernel_cases import Paged, assert_close_to_reference, check_decode, check_prefill, paged
 from torch import Tensor
 
-from mla_ops import ops, signatures
+from mla_ops import signatures
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
-def no_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "READY", {})
-    monkeypatch.setattr(signatures, "READY", ops.READY)
+def no_signatures() -> None:
+    signatures.READY.clear()
 
 
 def case(requests: int = 3, heads: int = 16, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Paged:
@@ -199,6 +199,115 @@ def test_a_write_of_a_known_signature_goes_where_its_slots_say() -> None:
         live = slots >= 0
         expected[slots[live]] = torch.cat([kv_c, k_pe], 1)[live]
         assert torch.equal(cache.view(256, 576), expected)
+
+
+# --- the ops around attention -----------------------------------------------------------------------------------
+
+
+def half(*shape: int) -> Tensor:
+    return torch.randn(shape, device=CUDA).bfloat16()
+
+
+def rows_of_layer(tokens: int) -> dict[str, tuple[Any, ...]]:
+    """Fresh arguments of each op, all but the backend."""
+    both, slots = half(tokens, 1536 + 576), torch.randperm(256, device=CUDA)[:tokens]
+    positions, frequencies = torch.randint(0, 9000, (tokens,), device=CUDA), torch.rand(32, device=CUDA)
+    kv_b = half(4, 256, 512) / 22
+    return {
+        "rms_norm": (half(tokens, 7168), half(7168), 1e-6),
+        "linear": (half(tokens, 1024), half(512, 1024) / 32, half(576, 1024) / 32, half(tokens, 1088)),
+        "norm_rope_write": (
+            *(both[:, :1536], both[:, 1536:], half(1536), half(512), positions, frequencies),
+            *(half(4, 64, 576), slots, 1e-6, 1.25, True, None),
+        ),
+        "absorb_query": (half(tokens, 4, 192), kv_b[:, :128], positions, frequencies, 1.25, True, 0.0, 1),
+        "expand_values": (half(tokens, 4, 512), kv_b[:, 128:]),
+    }
+
+
+OPS_AROUND = ["absorb_query", "expand_values", "linear", "norm_rope_write", "rms_norm"]
+
+
+def check_op(op: str, args: Sequence[Any]) -> None:
+    """The op by the kernels against the reference; what it writes in place is compared too."""
+    call = getattr(torch.ops.mla_ops, op)
+    cache = 6 if op == "norm_rope_write" else None
+    ours = [x.clone() if place == cache else x for place, x in enumerate(args)]
+    theirs, exact = (
+        [x.to(dtype, copy=True) if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for x in args]
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    results = []
+    for inputs, backend in ((ours, "triton"), (theirs, "reference"), (exact, "reference")):
+        result = call(*inputs, backend=backend)
+        results.append([result] if cache is None else [*result, inputs[cache]])
+    for found, low, high in zip(*results, strict=True):
+        assert_close_to_reference(found, high, low)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("op", OPS_AROUND)
+def test_a_repeat_of_an_op_around_attention_is_bound_and_right(
+    op: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mla_ops.backends.triton.launch import Launch
+
+    check_op(op, rows_of_layer(tokens)[op])
+    monkeypatch.setattr(Launch, "run", lambda self: pytest.fail("bound calls do not come here"))
+    for _ in range(2):
+        check_op(op, rows_of_layer(tokens)[op])
+
+
+@pytest.mark.parametrize("op", OPS_AROUND)
+def test_a_changed_call_of_an_op_around_attention_is_right(op: str) -> None:
+    changes = (lambda x: x, row_of_more, unaligned, lambda x: x, row_of_more)
+    for place in range(2):
+        for change in changes:
+            args = list(rows_of_layer(3)[op])
+            args[place] = change(args[place])
+            check_op(op, args)
+
+
+@pytest.mark.parametrize("place", range(8, 11), ids=["eps", "rope_scale", "interleave"])
+def test_the_scalars_of_a_front_are_its_own(place: int) -> None:
+    args = list(rows_of_layer(3)["norm_rope_write"])
+    values = {8: (1e-6, 0.5), 9: (1.25, 2.0), 10: (True, False)}[place]
+    for value in values * 2:
+        args[place] = value
+        check_op("norm_rope_write", args)
+
+
+def test_launch_hooks_see_the_ops_around_attention() -> None:
+    def hook(metadata: Any) -> None:
+        seen.append(metadata.get()["name"])
+
+    calls = rows_of_layer(3)
+    for _ in range(2):
+        seen: list[str] = []
+        triton.knobs.runtime.launch_enter_hook.add(hook)
+        try:
+            for op in OPS_AROUND:
+                check_op(op, calls[op])
+        finally:
+            triton.knobs.runtime.launch_enter_hook.remove(hook)
+        assert len(seen) == len(OPS_AROUND)
+        for op in OPS_AROUND:
+            check_op(op, calls[op])
+        assert len(seen) == len(OPS_AROUND)
+
+
+def test_rows_that_lie_in_the_cache_once_leave_no_strides_behind() -> None:
+    """They are copied, and a copy is dense where the rows of a call like it are not."""
+    for _ in range(2):
+        for lies_there in (True, False):
+            cache = half(8, 64, 576)
+            before = cache.clone()
+            rows = (cache if lies_there else before.clone()).view(-1, 576)[:3]
+            slots = torch.tensor([1, 2, 300], device=CUDA)
+            torch.ops.mla_ops.write_latent_cache(rows[:, :512], rows[:, 512:], cache, slots, None, "triton")
+            expected = before.view(-1, 576).clone()
+            expected[slots] = before.view(-1, 576)[:3]
+            assert torch.equal(cache.view(-1, 576), expected)
 
 
 def test_prefills_through_descriptors_one_after_the_other() -> None:

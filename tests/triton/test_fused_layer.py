@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_ops import DecodePlan, DeepseekMLA, MLAConfig, PrefillPlan
+from mla_ops import DecodePlan, DeepseekMLA, MLAConfig, PrefillPlan, signatures
 from mla_ops.testing import assert_matches
 
 CONFIG = MLAConfig(
@@ -67,9 +67,10 @@ def serve(
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that were launched."""
+    """Names of the kernels that were launched, but for those that are bound to a signature by now."""
     from mla_ops.backends.triton.launch import Launch
 
+    signatures.READY.clear()
     names: list[str] = []
     run = Launch.run
     monkeypatch.setattr(Launch, "run", lambda self: (names.append(self.name), run(self))[1])
@@ -141,6 +142,7 @@ def test_a_layer_with_a_hook_runs_its_own_forward(device: torch.device, launched
     products = launched.count("linear_kernel")
     layer.q_b_proj.register_forward_hook(lambda module, args, output: seen.append(output) or output * 1.0)
     launched.clear()
+    signatures.READY.clear()
     found, _ = serve(layer, hidden, "triton")
     assert len(seen) == 3
     assert launched.count("linear_kernel") < products

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from mla_ops.backends.triton.cache import BoundWrite, gather_latent_cache, write_latent_cache
+from collections.abc import Callable
+from typing import Any
+
+from mla_ops.backends.triton.cache import bind_write, gather_latent_cache, write_latent_cache
 from mla_ops.backends.triton.decode import BoundDecode, mla_decode
-from mla_ops.backends.triton.heads import absorb_query, expand_values
+from mla_ops.backends.triton.heads import absorb_query, bind_absorb, bind_expand, expand_values
 from mla_ops.backends.triton.merge import merge_attn_states
 from mla_ops.backends.triton.prefill import mla_prefill
-from mla_ops.backends.triton.products import linear
-from mla_ops.backends.triton.rows import norm_rope_write, rms_norm
+from mla_ops.backends.triton.products import BoundLinear, linear
+from mla_ops.backends.triton.rows import bind_front, bind_norm, norm_rope_write, rms_norm
 from mla_ops.backends.triton.variants import layer_variants, variants
 
-BOUND = {"mla_decode": BoundDecode, "write_latent_cache": BoundWrite}
-"""Ops whose kernels may be bound to a signature: a class whose instances serve the calls of one."""
+BOUND: dict[str, Callable[[], Callable[..., Any]]] = {
+    "absorb_query": bind_absorb,
+    "expand_values": bind_expand,
+    "linear": BoundLinear,
+    "mla_decode": BoundDecode,
+    "norm_rope_write": bind_front,
+    "rms_norm": bind_norm,
+    "write_latent_cache": bind_write,
+}
+"""Ops whose kernels may be bound to a signature: what makes one that serves the calls of a signature."""
 
 __all__ = [
     "BOUND",

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_ops.backends.triton.launch import Launch, RepeatedLaunch, arch_of
+from mla_ops.backends.triton.launch import BoundOp, Launch, arch_of
 from mla_ops.validation import FLOAT8_DTYPES
 
-__all__ = ["BoundWrite", "gather_latent_cache", "gather_launch", "stored", "write_latent_cache", "write_launch"]
+__all__ = ["bind_write", "gather_latent_cache", "gather_launch", "stored", "write_latent_cache", "write_launch"]
 
 _TOKENS = 4
 _CHUNK = 128
@@ -23,25 +23,17 @@ def write_latent_cache(
     kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None
 ) -> None:
     """Store latent rows into their slots, in place. See :func:`mla_ops.write_latent_cache`."""
-    BoundWrite()(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
+    bind_write()(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
 
 
-class BoundWrite:
-    """:func:`write_latent_cache` for calls of one signature, as :class:`.decode.BoundDecode`."""
-
-    def __init__(self) -> None:
-        self._launch = RepeatedLaunch("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_scale")
-
-    def __call__(
-        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None
-    ) -> None:
-        tensors = (kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
-        self._launch(lambda: _checked_write(*tensors), *tensors)
+def bind_write() -> BoundOp:
+    """:func:`write_latent_cache` for calls of one signature."""
+    return BoundOp(_prepare_write, "kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_scale")
 
 
-def _checked_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, *rest: Any) -> Launch:
+def _prepare_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, *rest: Any) -> tuple[Launch, tuple[()]]:
     arch_of(kv_cache)
-    return write_launch(kv_c, k_pe, kv_cache, *rest)
+    return write_launch(kv_c, k_pe, kv_cache, *rest), ()
 
 
 def write_launch(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> Launch:

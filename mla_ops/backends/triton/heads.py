@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_ops.backends.triton.configs import ABSORB, EXPAND, HeadConfig, head_configs, pdl_options
-from mla_ops.backends.triton.launch import Launch, arch_of, refuse
+from mla_ops.backends.triton.launch import BoundOp, Launch, arch_of, refuse
 from mla_ops.backends.triton.rows import fetch, load_pairs, rotated, store_pairs, wait_for_inputs
 
-__all__ = ["absorb_launch", "absorb_query", "expand_launch", "expand_values"]
+__all__ = ["absorb_launch", "absorb_query", "bind_absorb", "bind_expand", "expand_launch", "expand_values"]
 
 
 def absorb_query(
@@ -29,15 +29,28 @@ def absorb_query(
     scaling_window: int,
 ) -> Tensor:
     """Queries in absorbed form. See :func:`mla_ops.absorb_query`."""
+    result: Tensor = bind_absorb()(
+        q, w_uk, positions, inv_freq, rope_scale, interleave, scaling_beta, scaling_window
+    )  # fmt: skip
+    return result
+
+
+def bind_absorb() -> BoundOp:
+    """:func:`absorb_query` for calls of one signature."""
+    return BoundOp(
+        _prepare_absorb, "q", "w_uk", "positions", "inv_freq", "rope_scale", "interleave", "scaling_beta",
+        "scaling_window", "out",
+    )  # fmt: skip
+
+
+def _prepare_absorb(*inputs: Any) -> tuple[Launch, tuple[Tensor]]:
+    q, w_uk, _, inv_freq = inputs[:4]
     _require_supported(q)
     heads, _, rank = w_uk.shape
     out = q.new_empty(q.shape[0], heads, rank + 2 * inv_freq.shape[0])
     arch = arch_of(q)
     config = _config(head_configs(ABSORB, arch, q.dtype), q.shape[0])
-    absorb_launch(
-        q, w_uk, positions, inv_freq, rope_scale, interleave, scaling_beta, scaling_window, out, config, arch
-    ).run()  # fmt: skip
-    return out
+    return absorb_launch(*(*inputs, out, config, arch)), (out,)
 
 
 def absorb_launch(
@@ -64,8 +77,8 @@ def absorb_launch(
         "inv_freq": inv_freq,
         "out": out,
         "num_tokens": q.shape[0],
-        "rope_scale": rope_scale,
-        "scaling_beta": scaling_beta,
+        "rope_scale": float(rope_scale),
+        "scaling_beta": float(scaling_beta),
         "scaling_window": scaling_window,
         "stride_token": q.stride(0),
         "stride_head": q.stride(1),
@@ -142,11 +155,21 @@ def _query_scale(position, scaling_beta, scaling_window):
 
 def expand_values(latent: Tensor, w_uv: Tensor) -> Tensor:
     """Values of attended latents. See :func:`mla_ops.expand_values`."""
+    result: Tensor = bind_expand()(latent, w_uv)
+    return result
+
+
+def bind_expand() -> BoundOp:
+    """:func:`expand_values` for calls of one signature."""
+    return BoundOp(_prepare_expand, "latent", "w_uv", "out")
+
+
+def _prepare_expand(latent: Tensor, w_uv: Tensor) -> tuple[Launch, tuple[Tensor]]:
     _require_supported(latent)
     out = latent.new_empty(latent.shape[0], w_uv.shape[0] * w_uv.shape[1])
     arch = arch_of(latent)
-    expand_launch(latent, w_uv, out, _config(head_configs(EXPAND, arch, latent.dtype), latent.shape[0]), arch).run()
-    return out
+    config = _config(head_configs(EXPAND, arch, latent.dtype), latent.shape[0])
+    return expand_launch(latent, w_uv, out, config, arch), (out,)
 
 
 def expand_launch(latent: Tensor, w_uv: Tensor, out: Tensor, config: HeadConfig, arch: str) -> Launch:

@@ -16,6 +16,7 @@ from mla_ops.errors import BackendUnavailableError
 
 __all__ = [
     "BoundLaunch",
+    "BoundOp",
     "Launch",
     "RepeatedLaunch",
     "arch_of",
@@ -186,6 +187,57 @@ class RepeatedLaunch:
         if compiled is not None:
             device = next(x.device.index for x in tensors if x is not None)
             self._bound = BoundLaunch(launch, compiled, self._names), device
+
+
+class BoundOp:
+    """An op of one launch, for calls of one signature: the same shapes, strides, dtypes, devices, alignments, scalars.
+
+    The first call makes the launch and the tensors that it writes; the next ones allocate the like, and launch what
+    Triton compiled then over their own addresses. Nothing on the device is kept between calls.
+
+    Args:
+        prepare: the launch of a call, and the new tensors that it writes.
+        names: of a call's arguments, then of these tensors, as the kernel calls what it points to.
+    """
+
+    def __init__(self, prepare: Callable[..., tuple[Launch, tuple[Tensor, ...]]], *names: str) -> None:
+        self._prepare = prepare
+        self._names = names
+        self._ready: _ReadyOp | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """The tensors that are written; one alone is no tuple."""
+        ready = self._ready
+        stream = None if ready is None else bound_stream(ready.device)
+        if ready is not None and stream is not None:
+            results = tuple([empty_strided(*layout) for layout in ready.results])
+            pointed = ready.pick((*args, *results))
+            ready.launch(stream, [None if x is None else x.data_ptr() for x in pointed])
+        else:
+            launch, results = self._prepare(*args)
+            compiled = launch.run()
+            if compiled is not None:
+                self._ready = self._bind(launch, compiled, (*args, *results), results)
+        return results[0] if len(results) == 1 else results
+
+    def _bind(self, launch: Launch, compiled: Any, values: Sequence[Any], results: Sequence[Tensor]) -> _ReadyOp:
+        places = [i for i, x in enumerate(values) if x is None or isinstance(x, Tensor)]
+        return _ReadyOp(
+            device=next(x.device.index for x in values if isinstance(x, Tensor)),
+            pick=itemgetter(*places),
+            launch=BoundLaunch(launch, compiled, [self._names[i] for i in places]),
+            results=tuple((tuple(x.shape), x.stride(), x.dtype) for x in results),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadyOp:
+    """What all calls of one signature have in common."""
+
+    device: int
+    pick: Callable[[Sequence[Any]], Sequence[Tensor | None]]  # of arguments and results what is pointed to
+    launch: BoundLaunch
+    results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
 
 def bound_stream(device: int) -> int | None:

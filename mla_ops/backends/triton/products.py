@@ -6,7 +6,8 @@ Such a product is a read of its weights. A program has a few rows of a weight an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,41 +16,74 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_ops.backends.triton.configs import LinearConfig, linear_configs, pdl_options
-from mla_ops.backends.triton.launch import Launch, arch_of
+from mla_ops.backends.triton.launch import BoundOp, Launch, arch_of
 from mla_ops.backends.triton.rows import fetch, wait_for_inputs
 
-__all__ = ["choose_linear", "linear", "linear_launch"]
+__all__ = ["BoundLinear", "choose_linear", "linear", "linear_launch"]
 
 
 def linear(x: Tensor, weight: Tensor, second: Tensor | None, residual: Tensor | None) -> Tensor:
     """Products with one weight or two, side by side, added to a residual. See :func:`mla_ops.linear`."""
+    return BoundLinear()(x, weight, second, residual)
+
+
+class BoundLinear:
+    """:func:`linear` for calls of one signature: our kernel or torch's product, as the first of them decides."""
+
+    def __init__(self) -> None:
+        self._product: Callable[..., Tensor] | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, second: Tensor | None, residual: Tensor | None) -> Tensor:
+        if self._product is None:
+            self._product = _bind_product(x, weight, second, residual)
+        return self._product(x, weight, second, residual)
+
+
+def _bind_product(x: Tensor, weight: Tensor, second: Tensor | None, residual: Tensor | None) -> Callable[..., Tensor]:
+    arch, columns = arch_of(x), weight.shape[0] + (0 if second is None else second.shape[0])
+    config = choose_linear(linear_configs(arch, x.dtype), x.shape[0], columns, x.shape[1])
+    inputs = (x, weight, second, residual)
+    if config is None or not all(tensor is None or tensor.is_contiguous() for tensor in inputs):
+        return _torch_product
+    # With one weight the kernel's second pointer is null, and is not followed
+    return BoundOp(partial(_prepare_linear, config, arch), "x", "first", "second", "residual", "out")
+
+
+def _prepare_linear(
+    config: LinearConfig, arch: str, x: Tensor, weight: Tensor, second: Tensor | None, residual: Tensor | None
+) -> tuple[Launch, tuple[Tensor]]:
     weights = [weight] if second is None else [weight, second]
-    sizes = [weight.shape[0] for weight in weights]
-    out = x.new_empty(x.shape[0], sum(sizes))
-    arch = arch_of(x)
-    config = choose_linear(linear_configs(arch, x.dtype), x.shape[0], sum(sizes), x.shape[1])
-    inputs = (x, *weights) if residual is None else (x, *weights, residual)
-    if config is not None and all(tensor.is_contiguous() for tensor in inputs):
-        linear_launch(x, weights, residual, out, config, arch).run()
+    out = x.new_empty(x.shape[0], sum(tensor.shape[0] for tensor in weights))
+    return linear_launch(x, weights, residual, out, config, arch), (out,)
+
+
+def _torch_product(x: Tensor, weight: Tensor, second: Tensor | None, residual: Tensor | None) -> Tensor:
+    if second is not None and not _follows(second, weight):
+        sizes = (weight.shape[0], second.shape[0])
+        out = x.new_empty(x.shape[0], sum(sizes))
+        addends = (None, None) if residual is None else residual.split(sizes, dim=1)
+        for part, one, addend in zip(out.split(sizes, dim=1), (weight, second), addends, strict=True):
+            _multiply(x, one, addend, part)
         return out
-    if second is not None and _follows(second, weight):
-        weights, sizes = [weight.as_strided((sum(sizes), x.shape[1]), weight.stride())], [sum(sizes)]
-    addends = [None] * len(sizes) if residual is None else residual.split(sizes, dim=1)
-    for part, weight, addend in zip(out.split(sizes, dim=1), weights, addends, strict=True):
-        if addend is None:
-            torch.mm(x, weight.T, out=part)
-        else:
-            torch.addmm(addend, x, weight.T, out=part)
-    return out
+    if second is not None:
+        weight = weight.as_strided((weight.shape[0] + second.shape[0], x.shape[1]), weight.stride())
+    return _multiply(x, weight, residual, x.new_empty(x.shape[0], weight.shape[0]))
+
+
+def _multiply(x: Tensor, weight: Tensor, addend: Tensor | None, out: Tensor) -> Tensor:
+    # Into ``out``, for autocast would give a product without one another dtype
+    if addend is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(addend, x, weight.t(), out=out)
 
 
 def _follows(second: Tensor, first: Tensor) -> bool:
     """Whether the rows of a weight come behind another's in one storage, so that both are one weight."""
     return (
-        first.is_contiguous()
+        second.data_ptr() == first.data_ptr() + first.nbytes
+        and first.is_contiguous()
         and second.is_contiguous()
         and second.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and second.storage_offset() == first.storage_offset() + first.numel()
     )
 
 

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from mla_ops.backends.triton.cache import stored
 from mla_ops.backends.triton.configs import pdl_options
-from mla_ops.backends.triton.launch import Launch, arch_of, refuse
+from mla_ops.backends.triton.launch import BoundOp, Launch, arch_of, refuse
 from mla_ops.validation import FLOAT8_DTYPES
 
 __all__ = [
+    "bind_front",
+    "bind_norm",
     "fetch",
     "load_pairs",
     "norm_rope_write",
@@ -30,10 +32,19 @@ __all__ = [
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm of rows. See :func:`mla_ops.rms_norm`."""
+    result: Tensor = bind_norm()(x, weight, eps)
+    return result
+
+
+def bind_norm() -> BoundOp:
+    """:func:`rms_norm` for calls of one signature."""
+    return BoundOp(_prepare_norm, "x", "weight", "eps", "out")
+
+
+def _prepare_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Launch, tuple[Tensor]]:
     _require_supported(x)
     out = x.new_empty(x.shape)
-    rms_norm_launch(x, weight, eps, out, arch_of(x)).run()
-    return out
+    return rms_norm_launch(x, weight, eps, out, arch_of(x)), (out,)
 
 
 def rms_norm_launch(x: Tensor, weight: Tensor, eps: float, out: Tensor, arch: str) -> Launch:
@@ -44,7 +55,7 @@ def rms_norm_launch(x: Tensor, weight: Tensor, eps: float, out: Tensor, arch: st
         "x": x,
         "weight": weight,
         "out": out,
-        "eps": eps,
+        "eps": float(eps),
         "stride_x": x.stride(0),
         "W": width,
         "BLOCK": block,
@@ -100,14 +111,26 @@ def norm_rope_write(
 ) -> tuple[Tensor, Tensor]:
     """Norm and rotate the rows of the two down-projections, and write the latent ones to the cache. See
     :func:`mla_ops.norm_rope_write`."""
-    _require_supported(latent)
-    arch = arch_of(latent)
-    q_out, row = q_a.new_empty(q_a.shape), latent.new_empty(latent.shape)
-    norm_rope_write_launch(
+    result: tuple[Tensor, Tensor] = bind_front()(
         q_a, latent, q_weight, kv_weight, positions, inv_freq, kv_cache, slot_mapping, eps, rope_scale, interleave,
-        kv_scale, q_out, row, arch,
-    ).run()  # fmt: skip
-    return q_out, row
+        kv_scale,
+    )  # fmt: skip
+    return result
+
+
+def bind_front() -> BoundOp:
+    """:func:`norm_rope_write` for calls of one signature."""
+    return BoundOp(
+        _prepare_front, "q_a", "latent", "q_weight", "kv_weight", "positions", "inv_freq", "kv_cache", "slot_mapping",
+        "eps", "rope_scale", "interleave", "kv_scale", "q_out", "row",
+    )  # fmt: skip
+
+
+def _prepare_front(*inputs: Any) -> tuple[Launch, tuple[Tensor, Tensor]]:
+    q_a, latent = inputs[:2]
+    _require_supported(latent)
+    results = q_a.new_empty(q_a.shape), latent.new_empty(latent.shape)
+    return norm_rope_write_launch(*(*inputs, *results, arch_of(latent))), results
 
 
 def norm_rope_write_launch(
@@ -145,8 +168,8 @@ def norm_rope_write_launch(
         "kv_scale": kv_scale if kv_cache.dtype in FLOAT8_DTYPES else None,
         "q_out": q_out,
         "row": row,
-        "eps": eps,
-        "rope_scale": rope_scale,
+        "eps": float(eps),
+        "rope_scale": float(rope_scale),
         "num_slots": num_pages * page_size,
         "page_size": max(page_size, 1),
         "stride_q": q_a.stride(0),

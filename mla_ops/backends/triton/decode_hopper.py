@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_ops.backends.triton.decode_copy import make_bars, produce
 from mla_ops.backends.triton.decode_walk import my_share, note_span, segment
-from mla_ops.backends.triton.hopper import LN_2, signal, zero
+from mla_ops.backends.triton.hopper import LN_2, signal, weigh, zero
 
 __all__ = ["decode_hopper_kernel"]
 
@@ -47,18 +47,6 @@ def _scores(
     if P > 0:
         scores = warpgroup_mma(q_r, kv_r.index(place).permute((1, 0)), scores, is_async=True)
     return warpgroup_mma_wait(0, deps=[scores])
-
-
-@gluon.jit
-def _weigh(scores, key, visible, m, l, qk_scale):
-    """Online softmax: the weights of a block, the factor of what was summed before, the new maximum and sum."""
-    scores = gl.where(key[None, :] < visible[:, None], scores, -float("inf"))
-    m_new = gl.maximum(m, gl.max(scores, 1) * qk_scale)
-    # a row that sees no key yet has -inf here, and -inf - -inf is NaN
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-    p = gl.exp2(scores * qk_scale - shift[:, None])
-    alpha = gl.exp2(m - shift)
-    return p, alpha, m_new, l * alpha + gl.sum(p, 1)
 
 
 @gluon.jit
@@ -127,7 +115,7 @@ def _consume(
                 other_phase ^= 1
             scores = _scores(q_tile, kv_tile, bars, my_phase, P, BLOCK_M, BLOCK_N, MINE, s_layout)
             my_phase ^= 1
-            p, alpha, m, l = _weigh(scores, block * BLOCK_N + column, visible, m, l, qk_scale)
+            p, alpha, m, l = weigh(scores, block * BLOCK_N + column, visible, m, l, qk_scale, True)
             p = gl.convert_layout(p.to(dtype), p_layout)
             _hand_over(p, m, l, exchange, MINE)
             values = values * gl.convert_layout(alpha, o_rows)[:, None]

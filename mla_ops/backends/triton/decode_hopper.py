@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from mla_ops.backends.triton.decode_copy import make_bars, produce
-from mla_ops.backends.triton.decode_walk import my_share, note_span, segment
+from mla_ops.backends.triton.decode_copy import make_bars, make_tiles, produce
+from mla_ops.backends.triton.decode_walk import my_share, note_span, scales, segment
 from mla_ops.backends.triton.hopper import LN_2, signal, weigh, zero
 
 __all__ = ["decode_hopper_kernel"]
@@ -165,23 +165,12 @@ def decode_hopper_kernel(
         qo_indptr, kv_indptr, kv_last_page_lens, num_requests, gl.program_id(0) * BLOCK_M, num_heads, max_seqlen_q,
     )  # fmt: skip
     walk = my_share(plan, PAGE_SIZE, BLOCK_N, CHUNK)
-    qk_scale = softmax_scale_log2
-    v_scale = 1.0
-    if kv_scale is not None:
-        v_scale = gl.load(kv_scale)
-        qk_scale *= v_scale
+    factors = scales(softmax_scale_log2, kv_scale)
 
-    HALF: gl.constexpr = R // 2
-    shared: gl.constexpr = gl.NVMMASharedLayout(min(128, HALF * 2), 16, 2)
-    rope_shared: gl.constexpr = gl.NVMMASharedLayout(min(128, P * 2) if P > 0 else 32, 16, 2)
-    q_c = gl.allocate_shared_memory(dtype, [2, BLOCK_M, HALF], shared)
-    q_r = gl.allocate_shared_memory(dtype, [BLOCK_M, P if P > 0 else 16], rope_shared)
-    kv_near = gl.allocate_shared_memory(dtype, [2, BLOCK_N, HALF], shared)
-    kv_far = gl.allocate_shared_memory(dtype, [2, BLOCK_N, HALF], shared)
-    kv_r = gl.allocate_shared_memory(dtype, [2, BLOCK_N, P if P > 0 else 16], rope_shared)
+    q_tile, kv_tile = make_tiles(dtype, R, P, BLOCK_M, BLOCK_N)
     # A block's weights take the place of its rope columns, which are done with when the scores are there.
     if P == BLOCK_N:
-        weights = kv_r
+        weights = kv_tile[2]
     else:
         weights = gl.allocate_shared_memory(dtype, [2, BLOCK_M, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
     maxima = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -193,14 +182,12 @@ def decode_hopper_kernel(
     bars = make_bars(128 if same else 1, 2)
     results = (out, lse, part_out, part_lse, spans)
     exchange = (weights, maxima, sums, ready)
-    q_tile = (q_c, q_r)
-    kv_tile = (kv_near, kv_far, kv_r)
     strides = (stride_token, stride_head, stride_page, stride_row)
     gl.warp_specialize(
         [
-            (_consume, (plan, walk, results, (qk_scale, v_scale), q_tile, kv_tile, exchange, bars,
+            (_consume, (plan, walk, results, factors, q_tile, kv_tile, exchange, bars,
                         R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, 0)),
-            (_consume, (plan, walk, results, (qk_scale, v_scale), q_tile, kv_tile, exchange, bars,
+            (_consume, (plan, walk, results, factors, q_tile, kv_tile, exchange, bars,
                         R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, 1)),
             (produce, (plan, walk, q, kv_cache, kv_indices, strides, q_tile, kv_tile, (), bars,
                        R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, True, False)),

@@ -9,7 +9,18 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["my_share", "note_span", "segment"]
+__all__ = ["my_share", "note_span", "scales", "segment"]
+
+
+@gluon.jit
+def scales(softmax_scale_log2, kv_scale):
+    """The factors of Q K and of the values: an fp8 cache's scale, or None, is in both."""
+    qk_scale = softmax_scale_log2
+    v_scale = 1.0
+    if kv_scale is not None:
+        v_scale = gl.load(kv_scale)
+        qk_scale *= v_scale
+    return qk_scale, v_scale
 
 
 @gluon.jit

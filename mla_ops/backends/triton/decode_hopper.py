@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_ops.backends.triton.decode_copy import make_bars, make_tiles, produce
-from mla_ops.backends.triton.decode_walk import my_share, note_span, scales, segment
-from mla_ops.backends.triton.hopper import LN_2, signal, weigh, zero
+from mla_ops.backends.triton.decode_walk import my_share, note_span, scales, segment, store_part
+from mla_ops.backends.triton.hopper import signal, weigh, zero
 
 __all__ = ["decode_hopper_kernel"]
 
@@ -82,7 +82,6 @@ def _consume(
 ):  # fmt: skip
     """Score and weigh the blocks of place MINE, and sum all blocks' values in half MINE of the columns."""
     position = walk[0]
-    out, lse, part_out, part_lse, spans = results
     qk_scale, v_scale = scales
     kv_near, kv_far = kv_tile[0], kv_tile[1]
     free_near, free_far, q_full, q_free = bars[2], bars[3], bars[4], bars[5]
@@ -102,7 +101,8 @@ def _consume(
     my_phase = 0
     other_phase = 0
     while position < walk[1]:
-        request, before, queries, keys, low, high, position = segment(plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK)
+        part = segment(plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK)
+        request, before, queries, keys, low, high, position = part
         visible = gl.minimum(keys - queries + 1 + row // plan[5], keys)
         m = gl.full([BLOCK_M], -float("inf"), gl.float32, s_rows)
         l = gl.zeros([BLOCK_M], gl.float32, s_rows)
@@ -128,25 +128,9 @@ def _consume(
 
         l = gl.where(l == 0.0, 1.0, l)  # of a row that sees no key: values are 0 and m -inf
         values = values * gl.convert_layout(v_scale / l, o_rows)[:, None]
-        log_sum = m + gl.log2(l)
-        in_tile = gl.arange(0, BLOCK_M, s_rows)
-        o_row = gl.arange(0, BLOCK_M, o_rows)
-        latent = MINE * HALF + gl.arange(0, HALF, gl.SliceLayout(0, o_layout))
-        if (low == 0) & (high * BLOCK_N >= keys):
-            rows = gl.minimum(queries, plan[6]) * plan[5]
-            base = gl.load(plan[0] + request).to(gl.int64) * plan[5] + plan[4]
-            cells = out + (base + o_row)[:, None] * R + latent[None, :]
-            gl.store(cells, values.to(out.dtype.element_ty), mask=(plan[4] + o_row < rows)[:, None])
-            if MINE == 0:
-                gl.store(lse + base + in_tile, log_sum * LN_2, mask=row < rows)
-        else:
-            place = (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)) * 2 + (low == 0).to(gl.int32)
-            base = place.to(gl.int64) * BLOCK_M
-            gl.store(part_out + (base + o_row)[:, None] * R + latent[None, :], values)
-            if MINE == 0:
-                gl.store(part_lse + base + in_tile, log_sum)
+        store_part(plan, results, part, (values,), m + gl.log2(l), R, BLOCK_M, BLOCK_N, MINE * HALF, 0)
         if (MINE == 0) & (low == 0):
-            note_span(spans, plan, walk, request, before, keys, BLOCK_N)
+            note_span(results[4], plan, walk, request, before, keys, BLOCK_N)
 
 
 @gluon.jit(do_not_specialize=["softmax_scale_log2", "num_requests", "num_heads", "max_seqlen_q"])

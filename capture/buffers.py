@@ -270,8 +270,8 @@ class StaticBuffers:
             raise InputMismatchError(f"input {slab.name!r} must be a tensor, got {type(value).__name__}")
         if value.dim() != len(slab.shape):
             raise InputMismatchError(
-                f"input {slab.name!r} must have {len(slab.shape)} dimensions as at capture "
-                f"({_shape_text(slab)}), got shape {tuple(value.shape)}"
+                f"input {slab.name!r} must have as many dimensions as at capture, "
+                f"{_shape_text(slab)}, got shape {tuple(value.shape)}"
             )
         rows = value.shape[batch_dim.dim]
         batch_size, rest = divmod(rows - batch_dim.extra, batch_dim.multiple)
@@ -329,7 +329,7 @@ def _batch_dim(name: str, example: Tensor, declared: int | BatchDim | None, max_
     multiple, rest = divmod(rows, max_batch_size)
     if rest or not multiple:
         raise ValueError(
-            f"the example of {name!r} has {rows} rows along dim {dim}, no multiple of the largest batch "
+            f"the example of {name!r} has size {rows} along dim {dim}, no multiple of the largest batch "
             f"size {max_batch_size}; give the example at that size, or a BatchDim with multiple and extra"
         )
     return BatchDim(dim, multiple)

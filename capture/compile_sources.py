@@ -196,7 +196,7 @@ def attach_inductor_autotune(report: Callable[[CompileEvent], None]) -> Callable
     def event(args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> CompileEvent:
         tuner = args[0]
         name = str(getattr(tuner.fn, "__name__", tuner.fn))
-        return CompileEvent("autotune", name, seconds, False, f"{len(tuner.launchers)} configurations")
+        return CompileEvent("autotune", name, seconds, False, f"configurations: {len(tuner.launchers)}")
 
     owner = sys.modules["torch._inductor.runtime.triton_heuristics"].CachingAutotuner
     return report_calls(owner, "benchmark_all_configs", event, report)

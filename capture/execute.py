@@ -76,7 +76,8 @@ def run_and_keep(store: CacheStore, command: Sequence[str], label: str, say: Cal
     with store.hold(_PATIENCE, say):
         store.check()  # so that only what is new or changed is entered
         record = store.record(f"command {label}", "command", time.monotonic() - begun)
-    say(f"kept {len(record.files)} files ({record.bytes} bytes) in {store.directory}")
+    files = "1 file" if len(record.files) == 1 else f"{len(record.files)} files"
+    say(f"kept {files} ({record.bytes} bytes) in {store.directory}")
     return status if status >= 0 else 128 - status
 
 

@@ -195,8 +195,8 @@ class WarmupReport:
         if line := self.critical_path_line:
             parts.append(Text(line))
         failed = sum(unit.state in ("failed", "skipped") for unit in self.units)
-        verdict = f"{_title(self)}: {self.seconds:.1f} s, {self.compiled} compilations"
-        parts.append(Text(f"{verdict}, {failed} units failed" if failed else verdict, style="red" if failed else ""))
+        verdict = f"{_title(self)}: {self.seconds:.1f} s, compilations: {self.compiled}"
+        parts.append(Text(f"{verdict}, units failed: {failed}" if failed else verdict, style="red" if failed else ""))
         return Group(*parts)
 
 
@@ -231,7 +231,8 @@ def _unit_table(units: Sequence[UnitRow]) -> Table:
 def _bucket_table(buckets: Sequence[BucketRow]) -> Table:
     table = _table("batch size", "runner", "capture", "memory", "verified")
     for row in buckets:
-        verified = f"{row.trials} inputs" if row.verified and row.trials else "yes" if row.verified else "no"
+        inputs = "1 input" if row.trials == 1 else f"{row.trials} inputs"
+        verified = inputs if row.verified and row.trials else "yes" if row.verified else "no"
         size = _size(row.memory_bytes)
         table.add_row(str(row.batch_size), row.runner, f"{row.capture_seconds * 1e3:.1f} ms", size, verified)
     return table

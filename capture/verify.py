@@ -329,8 +329,8 @@ def _state_difference(before: Tensor, tensor: Tensor, wanted: Tensor) -> str:
         first = int(wrong[0])
         by = "the replay only" if changes[first] else "eager only"
         return (
-            f"differs in {len(wrong)} elements from what {{eager}} leaves; the first, {_unravel(first, tensor.shape)}, "
-            f"was changed by {by}"
+            f"differs in {len(wrong)} of {tensor.numel()} elements from what {{eager}} leaves; the first, "
+            f"{_unravel(first, tensor.shape)}, was changed by {by}"
         )
     written = wanted_changes.nonzero()[:, 0]
     values, expected = (t.contiguous().view(-1)[written] for t in (tensor, wanted))

@@ -127,6 +127,24 @@ def test_what_a_killed_unpack_left_is_cleaned(cache: Path) -> None:
     assert len(entries(cache)) == 1
 
 
+@pytest.mark.parametrize("name", ["0" * 20, f"incoming-{'0' * 20}"], ids=["entry", "unpack"])
+def test_what_a_killed_clean_left_is_cleaned(cache: Path, name: str) -> None:
+    warm_up(cache)
+    left = cache / f"removed-{name}-4711"
+    left.mkdir()
+    (left / "half").write_text("half")
+    assert left in {entry.path for entry in clean(cache, all=True)}
+    assert {path.suffix for path in cache.iterdir()} == {".lock"}
+
+
+def test_clean_goes_on_where_a_compilers_file_vanishes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up(cache)
+    (size,) = (entry.bytes for entry in entries(cache))
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda top: ((where, some, [*files, "gone"]) for where, some, files in walk(top)))
+    assert [entry.bytes for entry in clean(cache, all=True, dry_run=True)] == [size]
+
+
 def test_files_from_the_future_are_as_good_as_others(cache: Path) -> None:
     warm_up(cache)
     for path in cache.rglob("*"):

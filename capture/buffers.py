@@ -154,7 +154,9 @@ class StaticBuffers:
         self._shapes: dict[int, tuple[tuple[str, torch.Size, torch.dtype], ...]] = {}
         self._fills: dict[tuple[int, int], _Fill] = {}
         self._constants = {
-            name: torch.full_like(slab.flat, self._pad_constant(name)) for name, slab in self.slabs.items()
+            name: torch.full_like(slab.flat, self._pad_constant(name))
+            for name, slab in self.slabs.items()
+            if slab.batch_dim is not None and self.pad_values.get(name) != "last"
         }
         with torch.no_grad():
             for name, example in example_inputs.items():

@@ -158,12 +158,12 @@ class _Trials:
 
     def run(self, trials: int) -> BucketResult:
         bucket = self.bucket
-        fillings = list(dict.fromkeys([bucket, 1, max(1, bucket - 1), self._draw(1, bucket + 1)]))
-        fillings += [self._draw(1, bucket + 1) for _ in range(trials - len(fillings))]
+        fillings = list(dict.fromkeys([bucket, 1, max(1, bucket - 1), self._draw()]))
+        fillings += [self._draw() for _ in range(trials - len(fillings))]
         return self._run(fillings, self._trial)
 
     def run_again(self, trials: int) -> BucketResult:
-        fillings = [self._draw(1, self.bucket + 1) for _ in range(trials)]
+        fillings = [self._draw() for _ in range(trials)]
         return self._run(fillings, self._trial_again)
 
     def _run(self, fillings: Sequence[int], trial: Callable[[Mapping[str, Tensor], int, str], None]) -> BucketResult:
@@ -314,9 +314,10 @@ class _Trials:
             if reason:
                 self.failures.append(f"{where} {name!r} {reason.format(eager=eager)}")
 
-    def _draw(self, low: int, high: int) -> int:
+    def _draw(self) -> int:
+        """A filling."""
         device = self.generator.device
-        return int(torch.randint(low, high, (1,), generator=self.generator, device=device))
+        return int(torch.randint(1, self.bucket + 1, (1,), generator=self.generator, device=device))
 
 
 def _state_difference(before: Tensor, tensor: Tensor, wanted: Tensor) -> str:

@@ -35,7 +35,8 @@ class CompileEvent:
     """One compilation, or one that a cache spared.
 
     Attributes:
-        kind: ``triton``, ``inductor``, ``aot_autograd``, ``dynamo``, or a registered source's name.
+        kind: ``triton``, ``inductor``, ``aot_autograd``, ``dynamo``, or a registered source's name; under
+            :func:`capture.guard.no_compile` also ``autotune`` and ``capture``.
         name: the kernel or function.
         seconds: how long it took; for torch.compile's kinds, the whole compilation that it was part of.
         cached: a cache had it.

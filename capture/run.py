@@ -197,9 +197,7 @@ class Run:
             names = ", ".join(event.name for event in watch.events if event.is_build)
             if known:
                 origin = f"cached, yet compiled {names}"
-            elif (
-                names and not unit.persistent
-            ):  # such a unit keeps no files: each of these belongs to a unit of its own
+            elif names and not unit.persistent:  # which keeps no files: each of these belongs to a unit of its own
                 origin = f"compiled {names}"
             row = self._row(unit, "built", start, reason=origin)
         if unit.persistent and (row.state != "hit" or origin):

@@ -174,6 +174,7 @@ class Run:
     def _run_unit(self, unit: Unit, resources: Any, check: CacheCheck) -> UnitRow:
         lost = [key for key in unit.needs if self._rows[key].state in ("failed", "skipped")]
         if lost:
+            self._beat.done(f"skipped: {unit.key}", unit.cost)
             return self._row(unit, "skipped", time.monotonic(), reason=f"needs {', '.join(lost)}, which failed")
         self._beat.unit(unit.phase, unit.key)
         known = unit.key in check.intact

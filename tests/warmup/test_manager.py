@@ -349,6 +349,14 @@ def test_progress_tells_phases_units_and_the_share_done(cache: Path) -> None:
     assert phases == ["kernels", "context", "weights", "kernels"]
 
 
+def test_a_skipped_unit_is_done_with(cache: Path) -> None:
+    events: list[ProgressEvent] = []
+    bad = CallUnit(key="bad", call=raises(RuntimeError()))
+    warm_up(cache, bad, CallUnit(key="next", needs=("bad",), call=lambda: None), progress=events.append)
+    assert [event.text.split(" (")[0] for event in events if event.kind == "done"] == ["failed: bad", "skipped: next"]
+    assert events[-1].done == events[-1].total
+
+
 def test_a_silence_is_broken_by_heartbeats_that_end_with_the_work() -> None:
     beat_seen = threading.Event()
     events: list[ProgressEvent] = []

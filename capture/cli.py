@@ -129,13 +129,18 @@ def _add_verbs_over_the_cache(commands: Any) -> None:
         add_model_options(command, required=False)
     for command in (pack, push, pull):
         command.add_argument("--entry", metavar="DIGEST", help="an entry's name or its beginning, in place of --model")
-    for command in (clean, pack, unpack, push, pull, program):
+    for command in (clean, pack, unpack, push, pull):
         _add_common(command)
+    _add_cache_dir(program)
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--cache-dir", help="default: $MLA_WARMUP_CACHE, else the user's cache directory")
+    _add_cache_dir(command)
     command.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def _add_cache_dir(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--cache-dir", help="default: $MLA_WARMUP_CACHE, else the user's cache directory")
 
 
 def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:

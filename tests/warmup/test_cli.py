@@ -69,6 +69,7 @@ sys.exit(f"imported {heavy}" if heavy else code)
         ("unpack", "a.tar.zst", "--digest", "sha256:12"),
         ("pull", "folder", *TOY, "--digest", f"sha256:{'0' * 64}", "--elsewhere"),
         ("exec", "--label", "a"),
+        ("exec", "--device", "cpu", "--json", "--", "true"),
         ("exec", "--device", "cpu", "--label", "a b", "--", "true"),
         ("status", *TOY, "--", "true"),
         ("build", *TOY, "--target", "sm_90"),

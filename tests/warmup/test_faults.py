@@ -17,7 +17,7 @@ from capture import warmup as warmup_module
 from capture.bundle import pack, unpack
 from capture.errors import BundleError, CacheAccessError
 from capture.fingerprint import environment_fields
-from capture.janitor import clean, entries
+from capture.janitor import entries
 from capture.units import BuildOptions
 from tests.warmup import toys
 from tests.warmup.conftest import Command
@@ -107,42 +107,6 @@ def test_a_clock_that_jumps_costs_nothing(jump: int, cache: Path, monkeypatch: p
     assert states(warm_up(cache)) == ["hit", "hit"]
     (WarmupManager(cache).plan(SPEC).directory / "triton/kernel-0/kernel.bin").write_text("damaged")
     assert states(warm_up(cache)) == ["built", "hit"]
-
-
-def test_a_clock_that_went_back_makes_nothing_old(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    warm_up(cache)
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() - 10 * 86400)
-    assert clean(cache, older_than=86400.0) == []
-    assert len(entries(cache)) == 1
-
-
-def test_what_a_killed_unpack_left_is_cleaned(cache: Path) -> None:
-    warm_up(cache)
-    left = cache / f"incoming-{'0' * 20}"
-    left.mkdir()
-    (left / "bundle.tar.zst").write_text("half")
-    os.utime(left, (0, 0))
-    assert [entry.path for entry in clean(cache, older_than=3600.0)] == [left]
-    assert len(entries(cache)) == 1
-
-
-@pytest.mark.parametrize("name", ["0" * 20, f"incoming-{'0' * 20}"], ids=["entry", "unpack"])
-def test_what_a_killed_clean_left_is_cleaned(cache: Path, name: str) -> None:
-    warm_up(cache)
-    left = cache / f"removed-{name}-4711"
-    left.mkdir()
-    (left / "half").write_text("half")
-    assert left in {entry.path for entry in clean(cache, all=True)}
-    assert {path.suffix for path in cache.iterdir()} == {".lock"}
-
-
-def test_clean_goes_on_where_a_compilers_file_vanishes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    warm_up(cache)
-    (size,) = (entry.bytes for entry in entries(cache))
-    walk = os.walk
-    monkeypatch.setattr(os, "walk", lambda top: ((where, some, [*files, "gone"]) for where, some, files in walk(top)))
-    assert [entry.bytes for entry in clean(cache, all=True, dry_run=True)] == [size]
 
 
 def test_files_from_the_future_are_as_good_as_others(cache: Path) -> None:

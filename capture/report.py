@@ -161,8 +161,9 @@ class WarmupReport:
         Raises:
             ValueError: ``raw`` is not a report of this schema.
         """
-        if raw.get("schema") != _SCHEMA:
-            raise ValueError(f"not a warm-up report of schema {_SCHEMA}: its schema is {raw.get('schema')!r}")
+        schema = raw.get("schema") if isinstance(raw, Mapping) else None
+        if schema != _SCHEMA:
+            raise ValueError(f"not a warm-up report of schema {_SCHEMA}: its schema is {schema!r}")
         try:
             return cls(
                 fingerprint=Fingerprint(raw["fingerprint"]["fields"]),
@@ -179,7 +180,7 @@ class WarmupReport:
                 environment=raw.get("environment", {}),
                 spans=tuple(SpanRow(**_known(SpanRow, row)) for row in raw.get("spans", ())),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a warm-up report: {type(error).__name__} {error}") from None
 
     def render(self) -> RenderableType:
@@ -214,7 +215,7 @@ def _phase_table(reports: Sequence[WarmupReport]) -> Table:
         table.add_row(name, *(f"{column[name]:.2f} s" if name in column else "-" for column in columns))
     table.add_section()
     table.add_row("total", *(f"{report.seconds:.2f} s" for report in reports))
-    table.add_row("compiled", *(str(report.compiled) for report in reports))
+    table.add_row("compilations", *(str(report.compiled) for report in reports))
     return table
 
 

@@ -349,8 +349,12 @@ def test_a_report_survives_json(cache: Path, verdict: list[Exception]) -> None:
     )
 
 
-@pytest.mark.parametrize("raw", [{}, {"schema": 2}, {"schema": 1}], ids=["empty", "newer", "incomplete"])
-def test_what_is_no_report_is_refused(raw: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "raw",
+    [{}, {"schema": 2}, {"schema": 1}, [], {"schema": 1, "fingerprint": {"fields": []}}],
+    ids=["empty", "newer", "incomplete", "list", "fields"],
+)
+def test_what_is_no_report_is_refused(raw: Any) -> None:
     with pytest.raises(ValueError, match="not a warm-up report"):
         WarmupReport.from_json(raw)
 

@@ -58,8 +58,8 @@ def execute(store: CacheStore, command: Sequence[str], say: Callable[[str], None
 def run_and_keep(store: CacheStore, command: Sequence[str], label: str, say: Callable[[str], None]) -> int:
     """Run ``command`` as a child in the environment of the entry, then enter the files that it left as one unit.
 
-    Signals to end are passed on, so that a server is stopped as ever. What a program left that crashed or was killed
-    is not entered.
+    Signals to end are passed on, so that a server is stopped as ever. What a program left that any other signal ended
+    is not entered: a crash, or a kill.
 
     Returns:
         the exit status of ``command``; 128 + the signal, where one ended it.

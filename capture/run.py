@@ -166,6 +166,7 @@ class Run:
     def _run_unit(self, unit: Unit, resources: Any, check: CacheCheck) -> UnitRow:
         lost = [key for key in unit.needs if self._rows[key].state in ("failed", "skipped")]
         if lost:
+            self._beat.done(f"skipped: {unit.key}", unit.cost)
             return self._row(unit, "skipped", time.monotonic(), reason=f"needs {', '.join(lost)}, which failed")
         self._beat.unit(unit.phase, unit.key)
         known = unit.key in check.intact
@@ -188,9 +189,7 @@ class Run:
             names = ", ".join(event.name for event in watch.events if event.is_build)
             if known:
                 origin = f"cached, yet compiled {names}"
-            elif (
-                names and not unit.persistent
-            ):  # such a unit keeps no files: each of these belongs to a unit of its own
+            elif names and not unit.persistent:  # which keeps no files: each of these belongs to a unit of its own
                 origin = f"compiled {names}"
             row = self._row(unit, "built", start, reason=origin)
         if unit.persistent and (row.state != "hit" or origin):

@@ -1,6 +1,4 @@
-"""Warming a process up: build what the cache lacks, load what it has, capture and verify, and report all of
-it.
-"""
+"""Warming a process up: build what the cache lacks, load what it has, capture and verify, and report all of it."""
 
 from __future__ import annotations
 

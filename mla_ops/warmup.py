@@ -234,8 +234,10 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
         kv_dtype=kv_dtype,
     )
     compiled, tier = _tier(choice, device, dtype, options.compile)
-    sizes = ",".join(map(str, sorted(options.batch_sizes)))
-    graphs = f"decode step, query_len {options.query_len}, {num_layers} layers, batch sizes {sizes}"
+    layers = "1 layer" if num_layers == 1 else f"{num_layers} layers"
+    sizes = "batch size " if len(options.batch_sizes) == 1 else "batch sizes "
+    sizes += ",".join(map(str, sorted(options.batch_sizes)))
+    graphs = f"decode step, query_len {options.query_len}, {layers}, {sizes}"
     units: list[Unit] = list(_kernel_units(config, options, choice, dtype, kv_dtype))
     if compiled:
         units.append(

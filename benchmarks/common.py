@@ -14,13 +14,17 @@ __all__ = ["Ceilings", "measure", "measure_ceilings", "measure_host", "print_tab
 
 Ceilings = dict[str, float]
 
+_CALLS_IN_GRAPH = 8
+
 
 def measure(calls: Sequence[Callable[[], Any]], replays: int = 20) -> float:
-    """Median microseconds of one call, all ``calls`` captured into one graph and replayed.
+    """Median microseconds of one call, all ``calls`` captured into one graph, several times if few, and replayed.
 
-    Give one call per input set, and so many sets that together they exceed the last-level cache: a call then finds
-    nothing of its own input there, as in a model whose other layers ran in between.
+    So the launch of the graph, some ten microseconds, is no part of a call's time. Give one call per input set, and so
+    many sets that together they exceed the last-level cache: a call then finds nothing of its own input there, as in a
+    model whose other layers ran in between.
     """
+    calls = list(calls) * -(-_CALLS_IN_GRAPH // len(calls))
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

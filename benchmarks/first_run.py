@@ -13,7 +13,8 @@ Each row is a fresh process; ``ours`` also verifies every graph. Rows are printe
   its MLP is 64 wide, so that attention is nearly all of it.
 
 A row that takes longer than ``--row-timeout`` is ended and says so; what one cell of the grid could not do in time, a
-larger one is not asked to. ``--budget`` bounds the whole: ours first, then the others, the smallest cell first.
+larger one is not asked to. ``--budget`` bounds the whole: ours first, then the others, Hugging Face last, each of them
+the smallest cell first.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def main() -> None:
     arguments = _arguments()
     cells = [_Cell(layers, sizes) for layers in arguments.layers for sizes in arguments.sizes]
     ways = [way for way in (*OURS, *THEIRS) if way in arguments.ways]
-    order = [(cell, way) for cell in cells for way in ways if way in OURS]
-    order += [(cell, way) for cell in cells for way in ways if way in THEIRS]
+    order = [(cell, way) for cell in cells for way in ways]
+    order.sort(key=lambda row: (row[1] in THEIRS) + row[1].startswith("Hugging Face"))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         bench = _Bench(arguments, Path(folder))

@@ -181,7 +181,7 @@ def main() -> None:
     if args.json:
         print(json.dumps({"backend": step.plan.choice.name, "rows": rows, "buckets": bucket_rows(report)}))
         return
-    print(f"{args.model}, {args.layers} layers, tp {args.tp}, {step.plan.choice.name}: {step.plan.choice.reason}")
+    print(f"{args.model}, layers {args.layers}, tp {args.tp}, {step.plan.choice.name}: {step.plan.choice.reason}")
     print_table(rows)
     print_table(bucket_rows(report))
 

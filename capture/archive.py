@@ -97,7 +97,8 @@ def _check(manifest: Manifest, max_bytes: int) -> None:
     size = sum(record.size for record in manifest.files.values())
     if size > max_bytes:
         raise BundleError(
-            f"it unpacks to {size} bytes, more than the limit of {max_bytes}; raise max_bytes if you must"
+            f"it unpacks to {size} bytes, more than the limit of {max_bytes}, which is max_bytes (--max-size) or what "
+            "is free on the disk: raise the one or free the other"
         )
     unlisted = {path for unit in manifest.units.values() for path in unit.files} - manifest.files.keys()
     if unlisted:

@@ -41,7 +41,7 @@ class Benchmark:
         table = Table(box=SIMPLE_HEAD)
         table.add_column("phase")
         for name, reports in (("cold", self.cold), ("warm", self.warm)):
-            table.add_column(f"{name}, {len(reports)} starts", justify="right")
+            table.add_column(f"{name}, {len(reports)} start{'s' if len(reports) > 1 else ''}", justify="right")
         for phase in PHASES:
             table.add_row(phase, *(_spread([_seconds(report, phase) for report in column]) for column in self._columns))
         table.add_section()
@@ -78,7 +78,7 @@ def _start(arguments: Sequence[str], place: Path, title: str, say: Callable[[str
     if done.returncode:
         raise CaptureError(f"{title} failed with status {done.returncode}: {done.stderr.strip()[-2000:]}")
     report = WarmupReport.from_json(json.loads(done.stdout))
-    say(f"{title}: {report.seconds:.2f} s, {report.compiled} compilations")
+    say(f"{title}: {report.seconds:.2f} s, compilations: {report.compiled}")
     return report
 
 

@@ -154,7 +154,9 @@ class StaticBuffers:
         self._shapes: dict[int, tuple[tuple[str, torch.Size, torch.dtype], ...]] = {}
         self._fills: dict[tuple[int, int], _Fill] = {}
         self._constants = {
-            name: torch.full_like(slab.flat, self._pad_constant(name)) for name, slab in self.slabs.items()
+            name: torch.full_like(slab.flat, self._pad_constant(name))
+            for name, slab in self.slabs.items()
+            if slab.batch_dim is not None and self.pad_values.get(name) != "last"
         }
         with torch.no_grad():
             for name, example in example_inputs.items():
@@ -270,8 +272,8 @@ class StaticBuffers:
             raise InputMismatchError(f"input {slab.name!r} must be a tensor, got {type(value).__name__}")
         if value.dim() != len(slab.shape):
             raise InputMismatchError(
-                f"input {slab.name!r} must have {len(slab.shape)} dimensions as at capture "
-                f"({_shape_text(slab)}), got shape {tuple(value.shape)}"
+                f"input {slab.name!r} must have as many dimensions as at capture, "
+                f"{_shape_text(slab)}, got shape {tuple(value.shape)}"
             )
         rows = value.shape[batch_dim.dim]
         batch_size, rest = divmod(rows - batch_dim.extra, batch_dim.multiple)
@@ -329,7 +331,7 @@ def _batch_dim(name: str, example: Tensor, declared: int | BatchDim | None, max_
     multiple, rest = divmod(rows, max_batch_size)
     if rest or not multiple:
         raise ValueError(
-            f"the example of {name!r} has {rows} rows along dim {dim}, no multiple of the largest batch "
+            f"the example of {name!r} has size {rows} along dim {dim}, no multiple of the largest batch "
             f"size {max_batch_size}; give the example at that size, or a BatchDim with multiple and extra"
         )
     return BatchDim(dim, multiple)

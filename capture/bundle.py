@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -96,6 +96,7 @@ def unpack(
         device: the device that the bundle must fit; by default ``cuda`` if there is one, else ``cpu``.
         elsewhere: the cache is filled for another machine, such as in the build of an image: fit no device.
         max_bytes: refuse a bundle that is larger, packed or unpacked.
+        lock_timeout: seconds to wait for another process that fills the same entry.
         say: told whom this process waits for.
 
     Raises:
@@ -160,7 +161,7 @@ def _parse_digest(digest: str) -> str:
     return match[1]
 
 
-def _refuse_foreign(fields: Any, device: str | None) -> None:
+def _refuse_foreign(fields: Mapping[str, JSON], device: str | None) -> None:
     """Refuse a bundle whose environment fields are not this machine's."""
     if device is None:
         import torch
@@ -198,7 +199,7 @@ def _download(url: str, path: Path, expected: str, max_bytes: int) -> int:
             while chunk := source.read(_CHUNK):
                 size += len(chunk)
                 if size > max_bytes:
-                    raise BundleError(f"it is larger than the limit of {max_bytes} bytes")
+                    raise BundleError(f"it is larger than the limit of {max_bytes} bytes; raise max_bytes (--max-size)")
                 digest.update(chunk)
                 file.write(chunk)
     except (OSError, ValueError, ImportError) as error:

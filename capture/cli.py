@@ -110,7 +110,7 @@ def _add_verbs_over_the_cache(commands: Any) -> None:
     clean.add_argument("--all", action="store_true", help="every entry")
     clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     pack = _add(commands, "pack", cli_cache.pack_entry, "write an entry of the cache to one file")
-    pack.add_argument("url", metavar="FILE", help="a path or fsspec URL, by custom *.tar.zst")
+    pack.add_argument("url", metavar="FILE", help="a path or fsspec URL, usually *.tar.zst")
     unpack = _add(commands, "unpack", cli_cache.unpack_bundle, "add a file of `pack` to the cache")
     unpack.add_argument("url", metavar="FILE", help="a path or fsspec URL")
     push = _add(commands, "push", cli_cache.push_entry, "pack an entry into a folder, named by its fingerprint")
@@ -129,13 +129,18 @@ def _add_verbs_over_the_cache(commands: Any) -> None:
         add_model_options(command, required=False)
     for command in (pack, push, pull):
         command.add_argument("--entry", metavar="DIGEST", help="an entry's name or its beginning, in place of --model")
-    for command in (clean, pack, unpack, push, pull, program):
+    for command in (clean, pack, unpack, push, pull):
         _add_common(command)
+    _add_cache_dir(program)
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--cache-dir", help="default: $MLA_WARMUP_CACHE, else the user's cache directory")
+    _add_cache_dir(command)
     command.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def _add_cache_dir(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--cache-dir", help="default: $MLA_WARMUP_CACHE, else the user's cache directory")
 
 
 def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
@@ -162,10 +167,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     manager, plan = make_plan(arguments)
     for path, reason in plan.damaged.items():
         print(f"mla-warmup: damaged: {path}: {reason}", file=sys.stderr)
-    for planned in plan.units:
-        if planned.unit.persistent and planned.state != "hit":
-            print(f"mla-warmup: {planned.state}: {planned.unit.key}", file=sys.stderr)
-    if plan.damaged or any(planned.unit.persistent and planned.state != "hit" for planned in plan.units):
+    lacking = [planned for planned in plan.units if planned.unit.persistent and planned.state != "hit"]
+    for planned in lacking:
+        print(f"mla-warmup: {planned.state}: {planned.unit.key}", file=sys.stderr)
+    if plan.damaged or lacking:
         print("mla-warmup: the cache is not whole; `mla-warmup build` completes it", file=sys.stderr)
         if arguments.json:
             show_plan(plan, as_json=True)

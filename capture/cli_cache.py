@@ -108,7 +108,8 @@ def _packed(bundle: Bundle, arguments: argparse.Namespace) -> int:
         print_json(_row(bundle))
     else:
         print(bundle.digest)
-        print(f"{bundle.url}: {len(bundle.units)} units, {bundle.bytes} bytes; unpack with the digest", file=sys.stderr)
+        units = "1 unit" if len(bundle.units) == 1 else f"{len(bundle.units)} units"
+        print(f"{bundle.url}: {units}, {bundle.bytes} bytes; unpack with the digest", file=sys.stderr)
     return _DONE
 
 
@@ -116,7 +117,7 @@ def _unpacked(bundle: Bundle, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({**_row(bundle), "taken": list(bundle.taken)})
     else:
-        print(f"{bundle.entry}: {len(bundle.taken)} of {len(bundle.units)} units taken, the others were there")
+        print(f"{bundle.entry}: units taken: {len(bundle.taken)} of {len(bundle.units)}, the others were there")
     return _DONE
 
 

@@ -158,7 +158,10 @@ def find_entry(arguments: argparse.Namespace) -> Path:
     root = cache_root(arguments.cache_dir)
     found = [entry.path for entry in entries(root) if entry.path.name.startswith(arguments.entry)]
     if len(found) != 1:
-        raise UsageError(f"--entry {arguments.entry} names {len(found)} entries of {root}, not one")
+        names = ", ".join(entry.path.name for entry in entries(root)) or "none"
+        raise UsageError(
+            f"--entry {arguments.entry} must begin one entry's name, not {len(found)}; {root} has: {names}"
+        )
     return found[0]
 
 
@@ -214,14 +217,14 @@ def positive(text: str) -> int:
     """A positive integer."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return number
 
 
 def count(text: str) -> int:
-    """A number of 0 or more."""
+    """An integer of 0 or more."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 0 or more")
     return int(text)
 
 

@@ -35,7 +35,8 @@ class CompileEvent:
     """One compilation, or one that a cache spared.
 
     Attributes:
-        kind: ``triton``, ``inductor``, ``aot_autograd``, ``dynamo``, or a registered source's name.
+        kind: ``triton``, ``inductor``, ``aot_autograd``, ``dynamo``, or a registered source's name; under
+            :func:`capture.guard.no_compile` also ``autotune`` and ``capture``.
         name: the kernel or function.
         seconds: how long it took; for torch.compile's kinds, the whole compilation that it was part of.
         cached: a cache had it.
@@ -196,7 +197,7 @@ def attach_inductor_autotune(report: Callable[[CompileEvent], None]) -> Callable
     def event(args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> CompileEvent:
         tuner = args[0]
         name = str(getattr(tuner.fn, "__name__", tuner.fn))
-        return CompileEvent("autotune", name, seconds, False, f"{len(tuner.launchers)} configurations")
+        return CompileEvent("autotune", name, seconds, False, f"configurations: {len(tuner.launchers)}")
 
     owner = sys.modules["torch._inductor.runtime.triton_heuristics"].CachingAutotuner
     return report_calls(owner, "benchmark_all_configs", event, report)

@@ -58,8 +58,8 @@ def execute(store: CacheStore, command: Sequence[str], say: Callable[[str], None
 def run_and_keep(store: CacheStore, command: Sequence[str], label: str, say: Callable[[str], None]) -> int:
     """Run ``command`` as a child in the environment of the entry, then enter the files that it left as one unit.
 
-    Signals to end are passed on, so that a server is stopped as ever. What a program left that crashed or was killed
-    is not entered.
+    Signals to end are passed on, so that a server is stopped as ever. What a program left that any other signal ended
+    is not entered: a crash, or a kill.
 
     Returns:
         the exit status of ``command``; 128 + the signal, where one ended it.
@@ -76,7 +76,8 @@ def run_and_keep(store: CacheStore, command: Sequence[str], label: str, say: Cal
     with store.hold(_PATIENCE, say):
         store.check()  # so that only what is new or changed is entered
         record = store.record(f"command {label}", "command", time.monotonic() - begun)
-    say(f"kept {len(record.files)} files ({record.bytes} bytes) in {store.directory}")
+    files = "1 file" if len(record.files) == 1 else f"{len(record.files)} files"
+    say(f"kept {files} ({record.bytes} bytes) in {store.directory}")
     return status if status >= 0 else 128 - status
 
 

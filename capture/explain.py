@@ -49,7 +49,7 @@ class Explanation:
     def lines(self) -> list[str]:
         """The explanation for a human."""
         total = len(self.hits) + len(self.missing) + len(self.damaged)
-        lines = [f"{self.entry}: the cache has {len(self.hits)} of {total} units"]
+        lines = [f"{self.entry}: units that the cache has: {len(self.hits)} of {total}"]
         lines += [f"damaged: {key}" for key in self.damaged]
         lines += [f"missing: {key}" for key in self.missing]
         if self.nearest is not None:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from capture.lock import BuildLock
 from capture.store import check_access
 
 __all__ = ["CachedEntry", "clean", "entries"]
+
+_ENTRY = r"[0-9a-f]{20}"
+_REMOVED = rf"removed-((?:incoming-)?{_ENTRY})-\d+"
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ def entries(root: Path) -> list[CachedEntry]:
     """The directories of a cache, the most lately built first."""
     if not root.is_dir():
         return []
-    return _matching(root, r"[0-9a-f]{20}")
+    return _matching(root, _ENTRY)
 
 
 def clean(
@@ -58,7 +62,7 @@ def clean(
     Raises:
         CacheAccessError: ``root`` is not the caller's own; see :func:`capture.store.check_access`.
     """
-    present = _matching(root, r"([0-9a-f]{20}|incoming-[0-9a-f]{20})") if root.is_dir() else []
+    present = _matching(root, rf"(incoming-)?{_ENTRY}|{_REMOVED}") if root.is_dir() else []
     if not present:
         return []
     check_access(root)
@@ -75,16 +79,21 @@ def clean(
 
 
 def _matching(root: Path, pattern: str) -> list[CachedEntry]:
-    found = [_entry(path) for path in root.iterdir() if re.fullmatch(pattern, path.name) and path.is_dir()]
+    found = []
+    for path in root.iterdir():
+        if re.fullmatch(pattern, path.name) and path.is_dir():
+            with suppress(FileNotFoundError):  # another process removes it
+                found.append(_entry(path))
     return sorted(found, key=lambda entry: (entry.age, entry.path))
 
 
 def _remove(root: Path, path: Path) -> bool:
+    left = re.fullmatch(_REMOVED, path.name)
+    name = left[1] if left else path.name
     try:
-        with BuildLock(root / f"{path.name}.lock").hold(0.0, lambda line: None):
+        with BuildLock(root / f"{name}.lock").hold(0.0, lambda line: None):
             # Renamed first: a removal that is interrupted must not leave half of an entry behind.
-            doomed = root / f"removed-{path.name}-{os.getpid()}"
-            path.rename(doomed)
+            doomed = path if left else path.rename(root / f"removed-{name}-{os.getpid()}")
             shutil.rmtree(doomed)
     except CacheLockTimeout:
         return False
@@ -94,7 +103,11 @@ def _remove(root: Path, path: Path) -> bool:
 
 
 def _entry(path: Path) -> CachedEntry:
-    size = sum((Path(parent) / name).lstat().st_size for parent, _, names in os.walk(path) for name in names)
+    size = 0
+    for parent, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):  # a compiler's temporary file
+                size += os.lstat(os.path.join(parent, name)).st_size
     manifest = path / "manifest.json"
     built = (manifest if manifest.exists() else path).stat().st_mtime
     return CachedEntry(path, size, time.time() - built)

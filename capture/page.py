@@ -12,7 +12,7 @@ __all__ = ["render_page"]
 
 _TICKS = 5
 _ROUNDING = 1e-4
-_ROUND = (1.0, 2.0, 5.0, 10.0)
+_ROUND = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2330; --faint: #667085; --line: #e3e7ee; --back: #fff; --card: #f7f8fa;
@@ -152,9 +152,9 @@ def _table(title: str, first: str, reports: Sequence[WarmupReport], rows: Sequen
 
 
 def _step(longest: float) -> float:
-    """Seconds between ticks: 1, 2 or 5 times a power of ten."""
+    """Seconds between ticks: 1, 2 or 5 times a power of ten. ``longest`` is below 100 of ``scale``."""
     scale = 10.0 ** len(str(int(longest))) / 100
-    return min(factor * scale for factor in (*_ROUND, 20.0, 50.0, 100.0) if longest / (factor * scale) <= _TICKS)
+    return min(factor * scale for factor in _ROUND if longest / (factor * scale) <= _TICKS)
 
 
 def _title(report: WarmupReport) -> str:

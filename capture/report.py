@@ -161,8 +161,9 @@ class WarmupReport:
         Raises:
             ValueError: ``raw`` is not a report of this schema.
         """
-        if raw.get("schema") != _SCHEMA:
-            raise ValueError(f"not a warm-up report of schema {_SCHEMA}: its schema is {raw.get('schema')!r}")
+        schema = raw.get("schema") if isinstance(raw, Mapping) else None
+        if schema != _SCHEMA:
+            raise ValueError(f"not a warm-up report of schema {_SCHEMA}: its schema is {schema!r}")
         try:
             return cls(
                 fingerprint=Fingerprint(raw["fingerprint"]["fields"]),
@@ -179,7 +180,7 @@ class WarmupReport:
                 environment=raw.get("environment", {}),
                 spans=tuple(SpanRow(**_known(SpanRow, row)) for row in raw.get("spans", ())),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a warm-up report: {type(error).__name__} {error}") from None
 
     def render(self) -> RenderableType:
@@ -195,8 +196,8 @@ class WarmupReport:
         if line := self.critical_path_line:
             parts.append(Text(line))
         failed = sum(unit.state in ("failed", "skipped") for unit in self.units)
-        verdict = f"{_title(self)}: {self.seconds:.1f} s, {self.compiled} compilations"
-        parts.append(Text(f"{verdict}, {failed} units failed" if failed else verdict, style="red" if failed else ""))
+        verdict = f"{_title(self)}: {self.seconds:.1f} s, compilations: {self.compiled}"
+        parts.append(Text(f"{verdict}, units failed: {failed}" if failed else verdict, style="red" if failed else ""))
         return Group(*parts)
 
 
@@ -214,7 +215,7 @@ def _phase_table(reports: Sequence[WarmupReport]) -> Table:
         table.add_row(name, *(f"{column[name]:.2f} s" if name in column else "-" for column in columns))
     table.add_section()
     table.add_row("total", *(f"{report.seconds:.2f} s" for report in reports))
-    table.add_row("compiled", *(str(report.compiled) for report in reports))
+    table.add_row("compilations", *(str(report.compiled) for report in reports))
     return table
 
 
@@ -231,7 +232,8 @@ def _unit_table(units: Sequence[UnitRow]) -> Table:
 def _bucket_table(buckets: Sequence[BucketRow]) -> Table:
     table = _table("batch size", "runner", "capture", "memory", "verified")
     for row in buckets:
-        verified = f"{row.trials} inputs" if row.verified and row.trials else "yes" if row.verified else "no"
+        inputs = "1 input" if row.trials == 1 else f"{row.trials} inputs"
+        verified = inputs if row.verified and row.trials else "yes" if row.verified else "no"
         size = _size(row.memory_bytes)
         table.add_row(str(row.batch_size), row.runner, f"{row.capture_seconds * 1e3:.1f} ms", size, verified)
     return table

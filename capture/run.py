@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from capture.errors import CacheLockTimeout
 from capture.filesystem import describe_filesystem
 from capture.guard import CompileWatch
-from capture.kernels import KernelBuildUnit, prebuilt_kernels
+from capture.kernels import prebuilt_kernels
 from capture.process import builds_in_process, import_seconds, on_device
 from capture.progress import Heartbeat
 from capture.report import PHASES, BucketRow, PhaseRow, SpanRow, UnitRow, WarmupReport
@@ -36,7 +36,8 @@ class Run:
 
     Args:
         workers: forked, and waiting for their work; None: there are none.
-        note: why not, for the report.
+        ahead: Triton directories of kernels that were built ahead, each file of them sound.
+        notes: for the report.
     """
 
     def __init__(
@@ -46,11 +47,12 @@ class Run:
         lock_timeout: float,
         prove_again: bool,
         workers: KernelWorkers | None,
-        note: str,
+        ahead: Sequence[Path],
+        notes: Iterable[str],
     ) -> None:
         self._spec = plan.spec
         self._store = plan.store
-        self._ahead = plan.ahead
+        self._ahead = ahead
         self._beat = beat
         self._lock_timeout = lock_timeout
         self._prove_again = prove_again
@@ -61,7 +63,7 @@ class Run:
         self._spans = [SpanRow("import", 0.0, round(imported, 4))] if imported else []
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._seconds["import"] = imported
-        self._notes = [note] if note else []
+        self._notes = list(notes)
         self._quarantined: list[str] = []
         self._rows: dict[str, UnitRow] = {}
         self._buckets: dict[tuple[str, int], BucketRow] = {}
@@ -73,7 +75,7 @@ class Run:
             self._notes += stack.enter_context(builds_in_process())
             with self._phase("kernels"):
                 check = self._open()
-                stack.enter_context(prebuilt_kernels(self._kernels_built_ahead(check)))
+                stack.enter_context(prebuilt_kernels(self._ahead))
             persistent = [unit for unit in units if unit.persistent]
             with ExitStack() as building:
                 if self._workers is not None and not _has(check, persistent):
@@ -117,16 +119,6 @@ class Run:
             return
         check = self._store.check()
         workers.start([unit.key for unit in self._spec.units if unit.key not in check.intact])
-
-    def _kernels_built_ahead(self, check: CacheCheck) -> list[Path]:
-        """Their Triton directory, if some kernel is missing here and each of its files is sound."""
-        missing = [unit for unit in self._spec.units if unit.key not in check.intact]
-        if self._ahead is None or not any(isinstance(unit, KernelBuildUnit) for unit in missing):
-            return []
-        found = self._ahead.check()
-        if found.damaged:
-            self._notes.append(f"{self._ahead.directory} is damaged and not used: {', '.join(sorted(found.damaged))}")
-        return [self._ahead.directory / "triton"] if found.intact and not found.damaged else []
 
     def report(self, compiled: int) -> WarmupReport:
         fields = self._store.fingerprint.fields
@@ -174,6 +166,7 @@ class Run:
     def _run_unit(self, unit: Unit, resources: Any, check: CacheCheck) -> UnitRow:
         lost = [key for key in unit.needs if self._rows[key].state in ("failed", "skipped")]
         if lost:
+            self._beat.done(f"skipped: {unit.key}", unit.cost)
             return self._row(unit, "skipped", time.monotonic(), reason=f"needs {', '.join(lost)}, which failed")
         self._beat.unit(unit.phase, unit.key)
         known = unit.key in check.intact
@@ -190,16 +183,13 @@ class Run:
         elif known and watch.compiled == 0:
             row = self._row(unit, "hit", start, check.manifest.units[unit.key].bytes, origin)
         elif delivered and watch.compiled == 0:
-            row = replace(
-                self._row(unit, "built", delivered.start), seconds=round(delivered.seconds, 4), worker=delivered.worker
-            )
+            row = self._row(unit, "built", delivered.start, reason=delivered.origin)
+            row = replace(row, seconds=round(delivered.seconds, 4), worker=delivered.worker)
         else:
             names = ", ".join(event.name for event in watch.events if event.is_build)
             if known:
                 origin = f"cached, yet compiled {names}"
-            elif (
-                names and not unit.persistent
-            ):  # such a unit keeps no files: each of these belongs to a unit of its own
+            elif names and not unit.persistent:  # which keeps no files: each of these belongs to a unit of its own
                 origin = f"compiled {names}"
             row = self._row(unit, "built", start, reason=origin)
         if unit.persistent and (row.state != "hit" or origin):

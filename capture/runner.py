@@ -281,14 +281,13 @@ class GraphRunner:
         return body
 
     def _warm_up(self) -> dict[int, float]:
-        """Run the step at each size and copy its results, which must be done once before a capture does it; seconds
-        by size, largest first. The smallest size and the largest come first, for they show how the outputs grow.
+        """Run the step at each size and copy its results; seconds by size, largest first.
 
         On the capture stream, because BLAS handles, workspaces and modules are made at first use, by stream,
         and cannot be made during a capture.
         """
         sizes = self.batch_sizes[::-1]
-        # One bucket alone does not show which output dimension is the batch.
+        # Two sizes show how the outputs grow; one bucket alone does not show which dimension is the batch.
         probes = (sizes[-1] if len(sizes) > 1 else 1, sizes[0])
         seconds = dict.fromkeys(sizes, 0.0)
         outputs: dict[int, tuple[Any, OutputShapes]] = {}
@@ -297,8 +296,8 @@ class GraphRunner:
             outputs[size] = self._run_padded(size)
             seconds[size] = time.perf_counter() - start
         with self._explain(sizes[0], "allocating the static outputs"):
-            *others, largest = [shapes for _, shapes in outputs.values()]
-            self._outputs = StaticOutputs(largest, others[0] if others else None)
+            other, largest = (outputs[size][1] for size in probes)
+            self._outputs = StaticOutputs(largest, None if other is largest else other)
         for size in sizes:
             start = time.perf_counter()
             output, found = outputs.pop(size) if size in outputs else self._run_padded(size)

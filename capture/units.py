@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from capture.fingerprint import JSON
 from capture.report import BucketRow
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 Phase = Literal["kernels", "compile", "capture", "verify"]
-_ORDER = ("kernels", "compile", "capture", "verify")
+_ORDER: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class BuildOptions:
         dtype, kv_dtype: names of torch dtypes; None: the cache holds ``dtype``.
         page_size: tokens of one page of the cache.
         tp: tensor-parallel ranks; the heads of one rank are the model's divided by it.
+        backend: ``auto``, or the backend that must serve.
+        device: where the step runs, as torch names it.
         layers: how many layers to build; None: all of them.
         max_seq_len: longest sequence, in tokens.
         compile: whether blocks are compiled; False captures a step as its ops are, and imports no compiler; None

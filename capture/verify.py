@@ -158,12 +158,12 @@ class _Trials:
 
     def run(self, trials: int) -> BucketResult:
         bucket = self.bucket
-        fillings = list(dict.fromkeys([bucket, 1, max(1, bucket - 1), self._draw(1, bucket + 1)]))
-        fillings += [self._draw(1, bucket + 1) for _ in range(trials - len(fillings))]
+        fillings = list(dict.fromkeys([bucket, 1, max(1, bucket - 1), self._draw()]))
+        fillings += [self._draw() for _ in range(trials - len(fillings))]
         return self._run(fillings, self._trial)
 
     def run_again(self, trials: int) -> BucketResult:
-        fillings = [self._draw(1, self.bucket + 1) for _ in range(trials)]
+        fillings = [self._draw() for _ in range(trials)]
         return self._run(fillings, self._trial_again)
 
     def _run(self, fillings: Sequence[int], trial: Callable[[Mapping[str, Tensor], int, str], None]) -> BucketResult:
@@ -314,9 +314,10 @@ class _Trials:
             if reason:
                 self.failures.append(f"{where} {name!r} {reason.format(eager=eager)}")
 
-    def _draw(self, low: int, high: int) -> int:
+    def _draw(self) -> int:
+        """A filling."""
         device = self.generator.device
-        return int(torch.randint(low, high, (1,), generator=self.generator, device=device))
+        return int(torch.randint(1, self.bucket + 1, (1,), generator=self.generator, device=device))
 
 
 def _state_difference(before: Tensor, tensor: Tensor, wanted: Tensor) -> str:
@@ -329,8 +330,8 @@ def _state_difference(before: Tensor, tensor: Tensor, wanted: Tensor) -> str:
         first = int(wrong[0])
         by = "the replay only" if changes[first] else "eager only"
         return (
-            f"differs in {len(wrong)} elements from what {{eager}} leaves; the first, {_unravel(first, tensor.shape)}, "
-            f"was changed by {by}"
+            f"differs in {len(wrong)} of {tensor.numel()} elements from what {{eager}} leaves; the first, "
+            f"{_unravel(first, tensor.shape)}, was changed by {by}"
         )
     written = wanted_changes.nonzero()[:, 0]
     values, expected = (t.contiguous().view(-1)[written] for t in (tensor, wanted))

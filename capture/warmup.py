@@ -1,11 +1,9 @@
-"""Warming a process up: build what the cache lacks, load what it has, capture and verify, and report all of
-it.
-"""
+"""Warming a process up: build what the cache lacks, load what it has, capture and verify, and report all of it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,21 +139,32 @@ class WarmupManager:
         """
         total = sum(planned.unit.cost for planned in plan.units)
         with ExitStack() as stack:
-            workers, note = self._workers(plan)  # before there are threads
+            ahead, notes = _kernels_built_ahead(plan)
+            workers, note = self._workers(plan, ahead)  # before there are threads
             if workers is not None:
                 stack.enter_context(workers)
             show = stack.enter_context(shown(progress))
             beat = stack.enter_context(Heartbeat(show, total, self.heartbeat))
             watch = stack.enter_context(CompileWatch())
-            run = Run(plan, beat, self.lock_timeout, prove_again, workers, note)
+            run = Run(plan, beat, self.lock_timeout, prove_again, workers, ahead, [*notes, *filter(None, [note])])
             run.execute()
         install_from_environment()
         return run.report(watch.compiled)
 
-    def _workers(self, plan: WarmupPlan) -> tuple[KernelWorkers | None, str]:
-        """Processes for the kernels that the cache lacks, unless a machine without this device has built them."""
+    def _workers(self, plan: WarmupPlan, ahead: Sequence[Path]) -> tuple[KernelWorkers | None, str]:
+        """Processes for the kernels that the cache lacks, and why there are none where they would have helped."""
         missing = [planned.unit for planned in plan.units if planned.state != "hit"]
-        if plan.ahead is not None and plan.ahead.directory.exists():
-            return None, ""
         arch = str(plan.fingerprint.fields.get("arch", "")).split(":")[0]
-        return KernelWorkers.of(missing, arch, self.workers)
+        return KernelWorkers.of(missing, arch, self.workers, ahead)
+
+
+def _kernels_built_ahead(plan: WarmupPlan) -> tuple[list[Path], list[str]]:
+    """Their Triton directory, if the cache lacks some kernel and each of these files is sound; and a note if not."""
+    lacks = any(isinstance(planned.unit, KernelBuildUnit) and planned.state != "hit" for planned in plan.units)
+    if plan.ahead is None or not lacks:
+        return [], []
+    found = plan.ahead.check()
+    if found.damaged:
+        damaged = ", ".join(sorted(found.damaged))
+        return [], [f"{plan.ahead.directory} is damaged and not used: {damaged}"]
+    return ([plan.ahead.directory / "triton"] if found.intact else []), []

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from capture.guard import CompileWatch
-from capture.kernels import KernelBuildUnit, is_target
+from capture.kernels import KernelBuildUnit, is_target, prebuilt_kernels
 from capture.process import await_background
 from capture.units import Unit
 
@@ -43,6 +43,7 @@ class BuiltKernel:
         worker: which one, from 0.
         start: when it began, as ``time.monotonic()``.
         compiled: compilations.
+        origin: where its files came from, if they were only put into place, or "".
         error: why it is not there, or "".
     """
 
@@ -51,6 +52,7 @@ class BuiltKernel:
     start: float
     seconds: float
     compiled: int
+    origin: str = ""
     error: str = ""
 
 
@@ -71,12 +73,14 @@ class KernelWorkers:
         units: to build.
         arch: the architecture of units that name no target.
         count: workers.
+        ahead: directories of kernels that were built ahead, as for :func:`capture.kernels.prebuilt_kernels`: of these
+            only what launches them is still to be made.
 
     Raises:
         OSError: there is no room for a temporary directory, or for more processes.
     """
 
-    def __init__(self, units: Sequence[KernelBuildUnit], arch: str, count: int) -> None:
+    def __init__(self, units: Sequence[KernelBuildUnit], arch: str, count: int, ahead: Sequence[Path] = ()) -> None:
         self._keys = [unit.key for unit in units]
         self._order = sorted(range(len(units)), key=lambda index: -units[index].cost)
         self._asked: set[str] = set()
@@ -94,7 +98,8 @@ class KernelWorkers:
                     os.close(self._jobs)
                     for connection in (reader, *(worker.results for worker in self._workers)):
                         connection.close()  # with this process's ends open, no worker would notice its parent's death
-                    _work(targeted, index, self._root / str(index), jobs, writer)
+                    with prebuilt_kernels(ahead):
+                        _work(targeted, index, self._root / str(index), jobs, writer)
                 writer.close()
                 self._workers.append(_Worker(pid, reader))
         except BaseException:
@@ -104,12 +109,14 @@ class KernelWorkers:
             os.close(jobs)
 
     @classmethod
-    def of(cls, units: Sequence[Unit], arch: str, most: int | None) -> tuple[Self | None, str]:
+    def of(
+        cls, units: Sequence[Unit], arch: str, most: int | None, ahead: Sequence[Path] = ()
+    ) -> tuple[Self | None, str]:
         """Workers for those of ``units`` that they can build, or None and why, if several would have helped.
 
         Args:
             units: that the cache lacks.
-            arch: as for the class.
+            arch, ahead: as for the class.
             most: workers at most; None: as many as there are cores for this process.
         """
         kernels = [unit for unit in units if isinstance(unit, KernelBuildUnit) and is_target(unit.target or arch)]
@@ -120,7 +127,7 @@ class KernelWorkers:
         if (others := threading.active_count() - 1) > 0:
             return None, f"kernels are built one by one: this process has other threads ({others}) and is not forked"
         try:
-            return cls(kernels, arch, count), ""
+            return cls(kernels, arch, count, ahead), ""
         except OSError as error:
             return None, f"kernels are built one by one: worker processes cannot be made ({error})"
 
@@ -234,10 +241,10 @@ def _work(units: Sequence[KernelBuildUnit], index: int, directory: Path, jobs: i
 
 
 def _build(unit: KernelBuildUnit, index: int, directory: Path) -> BuiltKernel:
-    start, error = time.monotonic(), ""
+    start, origin, error = time.monotonic(), "", ""
     with CompileWatch() as watch:
         try:
-            unit.build(None)
+            origin = unit.build(None).origin
         except (Exception, SystemExit) as failure:
             error = f"{type(failure).__name__}: {failure}"
-    return BuiltKernel(directory, index, start, time.monotonic() - start, watch.compiled, error)
+    return BuiltKernel(directory, index, start, time.monotonic() - start, watch.compiled, origin, error)

@@ -55,7 +55,7 @@ class OutOfPagesError(MLAError):
         self.needed = needed
         self.free = free
         super().__init__(
-            f"the request needs {needed} more pages and {free} are free; "
+            f"pages the request still needs: {needed}, free ones: {free}; "
             "free finished sequences or make the cache with more pages"
         )
 

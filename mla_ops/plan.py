@@ -91,7 +91,7 @@ class DecodeMetadata(NamedTuple):
         backend_state: what the backend asks for.
         max_seqlen_q: Q.
         num_kv_splits: 0 for the backend's choice.
-        backend: name.
+        backend: name; ``"auto"`` may have another one for few requests than for many.
     """
 
     qo_indptr: Tensor
@@ -124,7 +124,7 @@ class DecodePlan:
         debug: put a canary after each buffer, for :meth:`check_canaries`.
 
     Attributes:
-        choice: the backend and the reason for it.
+        choice: the backend and the reason for it, and another one for small steps where that is faster.
         max_pages: columns of the widest block table, ``ceil(max_seq_len / page_size)``.
 
     Raises:
@@ -163,6 +163,7 @@ class DecodePlan:
         self.query_len = query_len
         self.page_size = page_size
         self.num_kv_splits = num_kv_splits
+        self._rows = query_len * config.num_heads
         self.device = torch.device(device)
         kv_dtype = kv_dtype or dtype
         self.choice: Choice = select(
@@ -238,12 +239,16 @@ class DecodePlan:
         else:
             self._write(block_table, seq_lens)
         self._update_state()
-        if self._state is not None and len(seq_lens):
-            self._state.at(len(seq_lens))
+        if len(seq_lens) and (state := self._state_of(len(seq_lens))) is not None:
+            state.at(len(seq_lens))
 
     def _update_state(self) -> None:
         if self._state is not None:
             self._state.update(self._kv_indptr, self._kv_indices, self._kv_last_page_lens)
+
+    def _state_of(self, batch_size: int) -> DecodeState | None:
+        """What the backend of a step of ``batch_size`` requests plans, if anything."""
+        return self._state if self.choice.of(batch_size * self._rows) == self.choice.name else None
 
     def _writer(self) -> Callable[[Tensor, Tensor], None] | None:
         """The kernel that does in one launch what :meth:`_write_lists` does, where there is one."""
@@ -317,14 +322,14 @@ class DecodePlan:
         Raises:
             ValueError: ``batch_size`` is not in ``1..max_batch_size``.
         """
-        metadata = self._views.get(batch_size)
+        metadata, state = self._views.get(batch_size), self._state_of(batch_size)
         if metadata is not None:
-            if self._state is not None:
-                self._state.at(batch_size)
+            if state is not None:
+                state.at(batch_size)
         else:
             if not 1 <= batch_size <= self.max_batch_size:
                 raise ValueError(f"batch_size must be in 1..{self.max_batch_size} (the plan's), got {batch_size}")
-            tokens, state = batch_size * self.query_len, self._state
+            tokens = batch_size * self.query_len
             reference = (self._page_of,) if self.choice.name == "reference" else ()
             metadata = self._views[batch_size] = DecodeMetadata(
                 qo_indptr=self._qo_indptr[: batch_size + 1],
@@ -337,7 +342,7 @@ class DecodePlan:
                 backend_state=reference if state is None else state.at(batch_size),
                 max_seqlen_q=self.query_len,
                 num_kv_splits=self.num_kv_splits if state is None else state.num_kv_splits(batch_size),
-                backend=self.choice.name,
+                backend=self.choice.of(batch_size * self._rows),
             )
         return metadata
 

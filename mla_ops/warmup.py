@@ -168,14 +168,15 @@ class DecodeStep:
         )
 
     def compile(self) -> None:
-        """Let the layers share a compiled function, and call it on a step of padded requests, which writes nothing."""
-        compiled, metadata = compile_layers(self.blocks), self.plan.at(1)
-        hidden_states = torch.zeros(
-            self.options.query_len, self.config.hidden_size, dtype=_dtype("dtype", self.options.dtype),
-            device=self.plan.device,
-        )  # fmt: skip
+        """Let the layers share a compiled function, and call it on a step of padded requests, which writes nothing, for
+        each backend that the plan has for some size: a graph is of one."""
+        compiled, dtype = compile_layers(self.blocks), _dtype("dtype", self.options.dtype)
+        steps = {metadata.backend: metadata for metadata in map(self.plan.at, sorted(self.options.batch_sizes)[::-1])}
         with torch.no_grad():
-            compiled[0](hidden_states, metadata.positions, self.cache.layers[0], metadata)
+            for metadata in steps.values():
+                tokens = len(metadata.positions)
+                hidden_states = torch.zeros(tokens, self.config.hidden_size, dtype=dtype, device=self.plan.device)
+                compiled[0](hidden_states, metadata.positions, self.cache.layers[0], metadata)
         self.run_blocks = list(compiled)
 
     def _random_block(self, device: torch.device, dtype: torch.dtype) -> MLABlock:
@@ -233,8 +234,10 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
         kv_dtype=kv_dtype,
     )
     compiled, tier = _tier(choice, device, dtype, options.compile)
-    sizes = ",".join(map(str, sorted(options.batch_sizes)))
-    graphs = f"decode step, query_len {options.query_len}, {num_layers} layers, batch sizes {sizes}"
+    layers = "1 layer" if num_layers == 1 else f"{num_layers} layers"
+    sizes = "batch size " if len(options.batch_sizes) == 1 else "batch sizes "
+    sizes += ",".join(map(str, sorted(options.batch_sizes)))
+    graphs = f"decode step, query_len {options.query_len}, {layers}, {sizes}"
     units: list[Unit] = list(_kernel_units(config, options, choice, dtype, kv_dtype))
     if compiled:
         units.append(

@@ -20,12 +20,27 @@ Op = Literal["decode", "prefill", "cache", "layer"]
 """What is to be served: attention in one form or the other, reads and writes of the cache, or the ops around it."""
 
 
+# Requests x query tokens x heads up to which a decode by the Triton kernels takes no longer than FlashMLA's, which has
+# to make a schedule too: measured on an H200 at 16, 64 and 128 heads and 128 to 16,384 keys (docs/triton.md).
+_FEW_ROWS = 256
+
+
 @dataclass(frozen=True)
 class Choice:
-    """A backend and the reason for it."""
+    """A backend and the reason for it.
+
+    Attributes:
+        few: the backend of decode steps of so few rows (requests x query tokens x heads) that it is the faster one
+            there, and how many that are at most; None where ``name`` serves all.
+    """
 
     name: str
     reason: str
+    few: tuple[str, int] | None = None
+
+    def of(self, rows: int) -> str:
+        """The backend of a step of ``rows`` rows."""
+        return self.few[0] if self.few is not None and rows <= self.few[1] else self.name
 
 
 @dataclass(frozen=True)
@@ -98,8 +113,13 @@ def select(
             before = f"AITER does not serve this ({error.reason}); "
     elif backend == "flash_mla" or (backend == "auto" and op == "decode" and page_size is not None):
         refused = _flash_mla_refusal(config, device, dtype, page_size, kv_dtype)
+        if refused is None and backend == "flash_mla":
+            return Choice("flash_mla", "asked for")
+        if refused is None and _triton_refusal(config, device, dtype) is None:
+            reason = f"the fastest decode on sm_90, but for triton's of up to {_FEW_ROWS} rows"
+            return Choice("flash_mla", reason, ("triton", _FEW_ROWS))
         if refused is None:
-            return Choice("flash_mla", "asked for" if backend == "flash_mla" else "the fastest decode on sm_90")
+            return Choice("flash_mla", "the fastest decode on sm_90")
         if backend == "flash_mla":
             raise BackendUnavailableError("flash_mla", refused, 'use backend="triton"')
         before = f"FlashMLA does not serve this ({refused}); "

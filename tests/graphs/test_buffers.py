@@ -137,7 +137,7 @@ def test_poisoned_pads_spare_live_rows_integers_and_declared_values() -> None:
         ),
         ("x", torch.zeros(5, 3), r"'x' must have 2\*B rows along dim 0 .* got 5"),
         ("x", torch.zeros(0, 3), r"at least 1, got 0"),
-        ("x", torch.zeros(4), r"'x' must have 2 dimensions .* got shape \(4,\)"),
+        ("x", torch.zeros(4), r"'x' must have as many dimensions .* got shape \(4,\)"),
         ("x", [1.0], r"'x' must be a tensor, got list"),
         ("x", torch.zeros(4, 3, device="meta"), r"'x' must be on cpu as at capture, got meta"),
         ("scale", 2.0, r"'scale' must be a tensor, got float"),

@@ -255,15 +255,13 @@ def test_metadata_that_the_allocator_got_back_after_the_capture_is_found() -> No
     kept: dict[int, Tensor] = {}
 
     def step(x: Tensor, slots: Tensor) -> Tensor:
-        scale = kept.get(len(x))
-        if scale is None:
-            kept.clear()  # an LRU cache of one entry
-            scale = kept[len(x)] = torch.full((WIDTH,), float(len(x)), device=x.device)
-        return x * scale / len(x)
+        if len(x) not in kept:
+            kept[len(x)] = torch.full((WIDTH,), float(len(x)), device=x.device)
+        return x * kept[len(x)] / len(x)
 
     runner = runner_of(step, (8,), example_inputs=example(8, "cuda"))
     runner.capture(verify=False)
-    kept.clear()
+    kept.clear()  # as a cache of few entries does in time
     with torch.cuda.stream(capture_stream(runner.device)):  # whose blocks are reused on it alone
         junk = [torch.full((WIDTH,), 1e9, device="cuda") for _ in range(200)]  # lands where the metadata was
     torch.cuda.synchronize()

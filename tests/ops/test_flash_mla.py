@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import mla_ops.plan as plan_module
 from mla_ops import BackendUnavailableError, DecodePlan, MLAConfig, functional
 from mla_ops.backends import flash_mla
-from mla_ops.backends.select import select
+from mla_ops.backends.select import Choice, select
 from mla_ops.testing import DecodeInputs, assert_matches, make_decode_inputs
 
 CONFIG = MLAConfig(
@@ -229,6 +230,34 @@ def test_auto_takes_it_where_it_serves_and_the_page_size_is_known(installed: Non
     assert select(CONFIG, "cpu", torch.bfloat16, page_size=64).name == "reference"
 
 
+def test_auto_leaves_small_steps_to_triton(installed: None) -> None:
+    choice = select(CONFIG, "cuda", torch.bfloat16, page_size=64)
+    assert [choice.of(rows) for rows in (1, 256, 257, 10_000)] == ["triton", "triton", "flash_mla", "flash_mla"]
+    asked = select(CONFIG, "cuda", torch.bfloat16, page_size=64, backend="flash_mla")
+    assert asked.of(1) == "flash_mla"
+
+
+def test_a_plan_makes_no_schedule_for_the_steps_of_another_backend(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = Choice("flash_mla", "", ("triton", 2 * CONFIG.num_heads * 2))
+    monkeypatch.setattr(plan_module, "select", lambda *args, **options: choice)
+    plan = DecodePlan(
+        CONFIG, max_batch_size=4, max_seq_len=128, query_len=2, page_size=64, device="cpu", dtype=torch.bfloat16,
+        num_kv_splits=3,
+    )  # fmt: skip
+    monkeypatch.setattr(flash_mla.DecodeState, "_schedule", lambda *args: pytest.fail("a schedule was made"))
+    plan.update(torch.tensor([[3], [2]], dtype=torch.int32), torch.tensor([60, 7], dtype=torch.int32))
+    for size in (1, 2, 2):
+        metadata = plan.at(size)
+        assert (metadata.backend, metadata.backend_state, metadata.num_kv_splits) == ("triton", (), 3)
+    assert metadata.kv_indices[:2].tolist() == [3, 2]
+    monkeypatch.undo()
+    monkeypatch.setattr(flash_mla, "_module", lambda: FlashMLA())
+    assert plan.at(3).backend == "flash_mla"
+    assert plan.at(3).backend_state[3].tolist() == [0, 68, 15, 8]
+
+
 needs_flash_mla = pytest.mark.skipif(
     importlib.util.find_spec("flash_mla") is None, reason="needs flash_mla (pip install sgl-flash-mla)"
 )
@@ -254,3 +283,25 @@ def test_the_kernel_equals_the_reference(dtype: torch.dtype, num_heads: int, que
 @pytest.mark.parametrize("batch_size", [1, 3, 5])
 def test_the_kernel_with_a_plan_equals_the_reference(query_len: int, batch_size: int) -> None:
     check_plan("cuda", query_len, batch_size)
+
+
+@pytest.mark.gpu
+@needs_flash_mla
+def test_a_plan_of_two_backends_equals_the_reference_at_every_size() -> None:
+    config = MLAConfig(
+        hidden_size=64, num_heads=64, kv_lora_rank=512, qk_nope_head_dim=16, qk_rope_head_dim=64, v_head_dim=16
+    )
+    options: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 700, "page_size": 64, "dtype": torch.bfloat16}
+    plan = DecodePlan(config, device="cuda", **options)
+    assert {plan.at(size).backend for size in range(1, 9)} == {"triton", "flash_mla"}
+    cache = torch.randn(96, 64, 576, dtype=torch.bfloat16, device="cuda")
+    for size in (8, 1, 5, 4, 8, 2):
+        table = torch.randperm(96, device="cuda")[: 11 * size].view(size, 11).int()
+        plan.update(table, torch.randint(1, 701, (size,), dtype=torch.int32, device="cuda"))
+        at = plan.at(size)
+        q = torch.randn(size, 64, 576, dtype=torch.bfloat16, device="cuda")
+        lists = (at.qo_indptr, at.kv_indptr, at.kv_indices, at.kv_last_page_lens)
+        of_both: dict[str, Any] = {"softmax_scale": 0.1, "kv_lora_rank": 512}
+        got = functional.mla_decode(q, cache, *lists, **of_both, backend_state=at.backend_state, backend=at.backend)
+        exact = functional.mla_decode(q.double(), cache.double(), *lists, **of_both, backend="reference")
+        assert_matches(got.out, exact.out, factor=16)

@@ -90,7 +90,7 @@ def test_running_out_of_pages_changes_nothing(grow: str) -> None:
     cache = make_cache(num_pages=3)
     cache.allocate("a", 5)
     before = state(cache, ["a"])
-    with pytest.raises(OutOfPagesError, match="needs 2 more pages and 1 are free"):
+    with pytest.raises(OutOfPagesError, match="still needs: 2, free ones: 1"):
         cache.extend("a", 8) if grow == "extend" else cache.allocate("b", 5)
     assert state(cache, ["a"]) == before
     cache.allocate("b", 4)

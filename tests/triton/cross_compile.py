@@ -20,6 +20,8 @@ from triton.backends.compiler import GPUTarget
 
 from mla_ops import MLAConfig
 from mla_ops.backends.triton import variants
+from mla_ops.backends.triton.launch import Launch
+from mla_ops.backends.triton.ragged import pad_launch, unpad_launch
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -42,6 +44,18 @@ class OfflineDriver:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+def ragged_launches(config: MLAConfig) -> list[Launch]:
+    """What FlashMLA's calls without a plan launch around it, which serve no other backend and are no variants."""
+    rows = (config.num_heads, config.latent_dim)
+    q, padded = torch.empty(2, *rows, dtype=torch.bfloat16), torch.empty(2, 1, *rows, dtype=torch.bfloat16)
+    out, lse = torch.empty(2, config.num_heads, config.kv_lora_rank, dtype=torch.bfloat16), torch.empty(2, *rows[:1])
+    index, lens, table = (torch.empty(shape, dtype=torch.int32) for shape in ((3,), (2,), (2, 4)))
+    return [
+        pad_launch(q, index, index, index, lens, padded, table, lens, page_size=64),
+        unpad_launch(out.unsqueeze(1), lse.unsqueeze(2), index, out, lse),
+    ]
 
 
 def resources(compiled: Any) -> dict[str, int]:
@@ -76,6 +90,7 @@ def main(arch: str) -> None:
         if arch == "sm_90":
             of_fp8 = variants(config, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, arch=arch)
             launches += [launch for launch in of_fp8 if launch.name.startswith("decode")]
+            launches += ragged_launches(config)
         for launch in launches:
             print(json.dumps({"kernel": launch.name, "heads": heads, **resources(launch.compile())}), flush=True)
 

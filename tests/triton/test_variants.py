@@ -1,4 +1,4 @@
-"""Every variant compiles for every architecture, without its device: no spills, shared memory within the chip's."""
+"""Every kernel compiles for every architecture, without its device: no spills, shared memory within the chip's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ def test_every_variant_fits_its_chip(arch: str, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-2000:]
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     around = {"rms_norm_kernel", "norm_rope_write_kernel", "absorb_kernel", "expand_kernel"}
-    assert {line["kernel"] for line in lines} > {"merge_kernel", "merge_states_kernel", "write_kernel"} | around
+    ragged = {"pad_kernel", "unpad_kernel"} if arch == "sm_90" else set()
+    assert {line["kernel"] for line in lines} > {
+        "merge_kernel",
+        "merge_states_kernel",
+        "write_kernel",
+    } | around | ragged
     for line in lines:
         print(arch, line)
         assert line["shared"] <= SHARED_LIMIT[arch], line

@@ -17,7 +17,7 @@ from capture import warmup as warmup_module
 from capture.bundle import pack, unpack
 from capture.errors import BundleError, CacheAccessError
 from capture.fingerprint import environment_fields
-from capture.janitor import clean, entries
+from capture.janitor import entries
 from capture.units import BuildOptions
 from tests.warmup import toys
 from tests.warmup.conftest import Command
@@ -107,24 +107,6 @@ def test_a_clock_that_jumps_costs_nothing(jump: int, cache: Path, monkeypatch: p
     assert states(warm_up(cache)) == ["hit", "hit"]
     (WarmupManager(cache).plan(SPEC).directory / "triton/kernel-0/kernel.bin").write_text("damaged")
     assert states(warm_up(cache)) == ["built", "hit"]
-
-
-def test_a_clock_that_went_back_makes_nothing_old(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    warm_up(cache)
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() - 10 * 86400)
-    assert clean(cache, older_than=86400.0) == []
-    assert len(entries(cache)) == 1
-
-
-def test_what_a_killed_unpack_left_is_cleaned(cache: Path) -> None:
-    warm_up(cache)
-    left = cache / f"incoming-{'0' * 20}"
-    left.mkdir()
-    (left / "bundle.tar.zst").write_text("half")
-    os.utime(left, (0, 0))
-    assert [entry.path for entry in clean(cache, older_than=3600.0)] == [left]
-    assert len(entries(cache)) == 1
 
 
 def test_files_from_the_future_are_as_good_as_others(cache: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,21 @@ def test_the_target_machine_compiles_nothing(cache: Path) -> None:
     assert all("was built ahead" in unit.reason for unit in first.units)
     assert states(second) == ["hit", "hit"]
     assert not second.quarantined
+
+
+@pytest.mark.usefixtures("on_gfx942")
+def test_what_launches_kernels_built_ahead_is_made_side_by_side(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(cache, "gfx942")
+    monkeypatch.setattr("capture.workers.usable_cores", lambda: 2)
+    monkeypatch.setattr("capture.kernels.build_launcher", lambda kernel, backend: print(os.getpid(), file=log))
+    with tempfile.TemporaryFile("w+", buffering=1) as log:
+        report = run(cache)
+        log.seek(0)
+        made_by = set(log.read().split())
+    assert report.compiled == 0
+    assert all("was built ahead" in unit.reason and unit.worker is not None for unit in report.units)
+    assert made_by
+    assert str(os.getpid()) not in made_by
 
 
 @pytest.mark.usefixtures("on_gfx942")

@@ -180,3 +180,13 @@ def test_without_compile_no_compiler_is_imported(model: Path, tmp_path: Path) ->
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[0] == "0 []"
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "named"),
+    [(1, (4,), "1 layer, batch size 4"), (2, (1, 2), "2 layers, batch sizes 1,2")],
+    ids=["one", "two"],
+)
+def test_unit_keys_name_layers_and_batch_sizes(layers: int, sizes: tuple[int, ...], named: str, model: Path) -> None:
+    made = spec(model, options(layers=layers, batch_sizes=sizes))
+    assert made.units[-2].key == f"graphs of the decode step, query_len 1, {named}"

@@ -13,10 +13,9 @@ import pytest
 
 from capture import CacheStore, Fingerprint, WarmupManager, WarmupReport, WarmupSpec
 from capture.errors import CacheAccessError, CacheCorruptError
-from capture.janitor import clean, entries
 from capture.manifest import FileRecord, Manifest, UnitRecord, write_durably
 from capture.store import cache_root
-from tests.warmup.toys import FileUnit, kernels, toy_spec
+from tests.warmup.toys import kernels, toy_spec
 
 SPEC = toy_spec(*kernels(2))
 FILES = [f"triton/kernel-{unit}/kernel.{kind}" for unit in range(2) for kind in ("bin", "json")]
@@ -343,53 +342,6 @@ def test_a_failed_write_keeps_the_old_contents(tmp_path: Path, monkeypatch: pyte
         write_durably(path, b"new")
     assert [file.name for file in tmp_path.iterdir()] == ["manifest.json"]
     assert path.read_bytes() == b"old"
-
-
-def age(entry: Path, seconds: float) -> None:
-    moment = (entry / "manifest.json").stat().st_mtime - seconds
-    os.utime(entry / "manifest.json", (moment, moment))
-
-
-@pytest.fixture
-def three(cache: Path) -> list[Path]:
-    """Three entries, the oldest first: three days, two days and one day."""
-    made = []
-    for days in (3, 2, 1):
-        spec = toy_spec(FileUnit(key="kernel"), days=days)
-        warm_up(cache, spec)
-        made.append(WarmupManager(cache).plan(spec).directory)
-        age(made[-1], days * 86400.0)
-    return made
-
-
-def test_clean_removes_what_is_old(cache: Path, three: list[Path]) -> None:
-    assert {entry.path for entry in clean(cache, older_than=1.5 * 86400)} == set(three[:2])
-    assert [entry.path for entry in entries(cache)] == three[2:]
-
-
-def test_clean_removes_the_oldest_until_the_rest_fits(cache: Path, three: list[Path]) -> None:
-    size = max(entry.bytes for entry in entries(cache))
-    assert [entry.path for entry in clean(cache, max_size=size * 2)] == three[:1]
-
-
-def test_clean_all_leaves_locks_and_strangers(cache: Path, three: list[Path]) -> None:
-    (cache / "notes.txt").write_text("mine")
-    clean(cache, all=True)
-    assert not entries(cache)
-    assert {path.suffix for path in cache.iterdir()} == {".lock", ".txt"}
-
-
-def test_a_dry_clean_removes_nothing(cache: Path, three: list[Path]) -> None:
-    before = snapshot(cache)
-    assert len(clean(cache, all=True, dry_run=True)) == 3
-    assert snapshot(cache) == before
-
-
-def test_clean_leaves_what_is_being_built(cache: Path, three: list[Path]) -> None:
-    store = CacheStore(cache, WarmupManager(cache).plan(toy_spec(FileUnit(key="kernel"), days=3)).fingerprint)
-    with store.hold(0.0, print):
-        assert {entry.path for entry in clean(cache, all=True)} == set(three[1:])
-    assert three[0].exists()
 
 
 def test_an_unfinished_manifest_is_set_aside(cache: Path) -> None:

@@ -237,14 +237,13 @@ def decode_launches(
 
 
 def _merge_shape(requests: int, rows: int, programs: int, rank: int) -> tuple[int, int, int]:
-    """Rows, parts and columns of a program of the merge.
+    """Rows, parts and columns of a program of the merge, of which each is the fastest where it is chosen.
 
-    Few requests have many parts each, which are loaded side by side, as are those of few rows in all. Of many rows each
-    has two or three.
+    Few requests have many parts each, which are loaded side by side: as many as the rows leave programs for.
     """
-    if requests * 8 <= programs:
-        return 1, 32, min(rank, 256)
-    return (1, 4, rank) if requests * rows <= 1024 else (8, 1, rank)
+    if requests * 8 <= programs and requests * rows <= 512:
+        return 1, 16, rank
+    return (1, 4, rank) if requests * rows <= 1024 or requests * 3 <= programs else (8, 1, rank)
 
 
 def choose_decode(arch: str, q: Tensor, kv_cache: Tensor, rows: int, rank: int) -> DecodeConfig:

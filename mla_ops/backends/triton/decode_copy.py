@@ -11,7 +11,22 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mla_ops.backends.triton.decode_walk import segment
 from mla_ops.backends.triton.hopper import copy_async, reinterpret, signal
 
-__all__ = ["make_bars", "produce"]
+__all__ = ["make_bars", "make_tiles", "produce"]
+
+
+@gluon.jit
+def make_tiles(dtype: gl.constexpr, R: gl.constexpr, P: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Shared memory of q: both halves of its latent columns, its rope columns; and of two blocks: near, far, rope."""
+    HALF: gl.constexpr = R // 2
+    ROPE: gl.constexpr = P if P > 0 else 16
+    half: gl.constexpr = gl.NVMMASharedLayout(min(128, HALF * 2), 16, 2)
+    rope: gl.constexpr = gl.NVMMASharedLayout(min(128, ROPE * 2), 16, 2)
+    q_c = gl.allocate_shared_memory(dtype, [2, BLOCK_M, HALF], half)
+    q_r = gl.allocate_shared_memory(dtype, [BLOCK_M, ROPE], rope)
+    kv_near = gl.allocate_shared_memory(dtype, [2, BLOCK_N, HALF], half)
+    kv_far = gl.allocate_shared_memory(dtype, [2, BLOCK_N, HALF], half)
+    kv_r = gl.allocate_shared_memory(dtype, [2, BLOCK_N, ROPE], rope)
+    return (q_c, q_r), (kv_near, kv_far, kv_r)
 
 
 @gluon.jit

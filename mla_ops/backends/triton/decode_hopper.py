@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from mla_ops.backends.triton.decode_copy import make_bars, produce
-from mla_ops.backends.triton.decode_walk import my_share, note_span, segment
-from mla_ops.backends.triton.hopper import LN_2, signal, zero
+from mla_ops.backends.triton.decode_copy import make_bars, make_tiles, produce
+from mla_ops.backends.triton.decode_walk import my_share, note_span, scales, segment, store_part
+from mla_ops.backends.triton.hopper import signal, weigh, zero
 
 __all__ = ["decode_hopper_kernel"]
 
@@ -47,18 +47,6 @@ def _scores(
     if P > 0:
         scores = warpgroup_mma(q_r, kv_r.index(place).permute((1, 0)), scores, is_async=True)
     return warpgroup_mma_wait(0, deps=[scores])
-
-
-@gluon.jit
-def _weigh(scores, key, visible, m, l, qk_scale):
-    """Online softmax: the weights of a block, the factor of what was summed before, the new maximum and sum."""
-    scores = gl.where(key[None, :] < visible[:, None], scores, -float("inf"))
-    m_new = gl.maximum(m, gl.max(scores, 1) * qk_scale)
-    # a row that sees no key yet has -inf here, and -inf - -inf is NaN
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-    p = gl.exp2(scores * qk_scale - shift[:, None])
-    alpha = gl.exp2(m - shift)
-    return p, alpha, m_new, l * alpha + gl.sum(p, 1)
 
 
 @gluon.jit
@@ -94,7 +82,6 @@ def _consume(
 ):  # fmt: skip
     """Score and weigh the blocks of place MINE, and sum all blocks' values in half MINE of the columns."""
     position = walk[0]
-    out, lse, part_out, part_lse, spans = results
     qk_scale, v_scale = scales
     kv_near, kv_far = kv_tile[0], kv_tile[1]
     free_near, free_far, q_full, q_free = bars[2], bars[3], bars[4], bars[5]
@@ -114,7 +101,8 @@ def _consume(
     my_phase = 0
     other_phase = 0
     while position < walk[1]:
-        request, before, queries, keys, low, high, position = segment(plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK)
+        part = segment(plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK)
+        request, before, queries, keys, low, high, position = part
         visible = gl.minimum(keys - queries + 1 + row // plan[5], keys)
         m = gl.full([BLOCK_M], -float("inf"), gl.float32, s_rows)
         l = gl.zeros([BLOCK_M], gl.float32, s_rows)
@@ -127,7 +115,7 @@ def _consume(
                 other_phase ^= 1
             scores = _scores(q_tile, kv_tile, bars, my_phase, P, BLOCK_M, BLOCK_N, MINE, s_layout)
             my_phase ^= 1
-            p, alpha, m, l = _weigh(scores, block * BLOCK_N + column, visible, m, l, qk_scale)
+            p, alpha, m, l = weigh(scores, block * BLOCK_N + column, visible, m, l, qk_scale, True)
             p = gl.convert_layout(p.to(dtype), p_layout)
             _hand_over(p, m, l, exchange, MINE)
             values = values * gl.convert_layout(alpha, o_rows)[:, None]
@@ -140,25 +128,9 @@ def _consume(
 
         l = gl.where(l == 0.0, 1.0, l)  # of a row that sees no key: values are 0 and m -inf
         values = values * gl.convert_layout(v_scale / l, o_rows)[:, None]
-        log_sum = m + gl.log2(l)
-        in_tile = gl.arange(0, BLOCK_M, s_rows)
-        o_row = gl.arange(0, BLOCK_M, o_rows)
-        latent = MINE * HALF + gl.arange(0, HALF, gl.SliceLayout(0, o_layout))
-        if (low == 0) & (high * BLOCK_N >= keys):
-            rows = gl.minimum(queries, plan[6]) * plan[5]
-            base = gl.load(plan[0] + request).to(gl.int64) * plan[5] + plan[4]
-            cells = out + (base + o_row)[:, None] * R + latent[None, :]
-            gl.store(cells, values.to(out.dtype.element_ty), mask=(plan[4] + o_row < rows)[:, None])
-            if MINE == 0:
-                gl.store(lse + base + in_tile, log_sum * LN_2, mask=row < rows)
-        else:
-            place = (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)) * 2 + (low == 0).to(gl.int32)
-            base = place.to(gl.int64) * BLOCK_M
-            gl.store(part_out + (base + o_row)[:, None] * R + latent[None, :], values)
-            if MINE == 0:
-                gl.store(part_lse + base + in_tile, log_sum)
+        store_part(plan, results, part, (values,), m + gl.log2(l), R, BLOCK_M, BLOCK_N, MINE * HALF, 0)
         if (MINE == 0) & (low == 0):
-            note_span(spans, plan, walk, request, before, keys, BLOCK_N)
+            note_span(results[4], plan, walk, request, before, keys, BLOCK_N)
 
 
 @gluon.jit(do_not_specialize=["softmax_scale_log2", "num_requests", "num_heads", "max_seqlen_q"])
@@ -177,23 +149,12 @@ def decode_hopper_kernel(
         qo_indptr, kv_indptr, kv_last_page_lens, num_requests, gl.program_id(0) * BLOCK_M, num_heads, max_seqlen_q,
     )  # fmt: skip
     walk = my_share(plan, PAGE_SIZE, BLOCK_N, CHUNK)
-    qk_scale = softmax_scale_log2
-    v_scale = 1.0
-    if kv_scale is not None:
-        v_scale = gl.load(kv_scale)
-        qk_scale *= v_scale
+    factors = scales(softmax_scale_log2, kv_scale)
 
-    HALF: gl.constexpr = R // 2
-    shared: gl.constexpr = gl.NVMMASharedLayout(min(128, HALF * 2), 16, 2)
-    rope_shared: gl.constexpr = gl.NVMMASharedLayout(min(128, P * 2) if P > 0 else 32, 16, 2)
-    q_c = gl.allocate_shared_memory(dtype, [2, BLOCK_M, HALF], shared)
-    q_r = gl.allocate_shared_memory(dtype, [BLOCK_M, P if P > 0 else 16], rope_shared)
-    kv_near = gl.allocate_shared_memory(dtype, [2, BLOCK_N, HALF], shared)
-    kv_far = gl.allocate_shared_memory(dtype, [2, BLOCK_N, HALF], shared)
-    kv_r = gl.allocate_shared_memory(dtype, [2, BLOCK_N, P if P > 0 else 16], rope_shared)
+    q_tile, kv_tile = make_tiles(dtype, R, P, BLOCK_M, BLOCK_N)
     # A block's weights take the place of its rope columns, which are done with when the scores are there.
     if P == BLOCK_N:
-        weights = kv_r
+        weights = kv_tile[2]
     else:
         weights = gl.allocate_shared_memory(dtype, [2, BLOCK_M, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
     maxima = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -205,14 +166,12 @@ def decode_hopper_kernel(
     bars = make_bars(128 if same else 1, 2)
     results = (out, lse, part_out, part_lse, spans)
     exchange = (weights, maxima, sums, ready)
-    q_tile = (q_c, q_r)
-    kv_tile = (kv_near, kv_far, kv_r)
     strides = (stride_token, stride_head, stride_page, stride_row)
     gl.warp_specialize(
         [
-            (_consume, (plan, walk, results, (qk_scale, v_scale), q_tile, kv_tile, exchange, bars,
+            (_consume, (plan, walk, results, factors, q_tile, kv_tile, exchange, bars,
                         R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, 0)),
-            (_consume, (plan, walk, results, (qk_scale, v_scale), q_tile, kv_tile, exchange, bars,
+            (_consume, (plan, walk, results, factors, q_tile, kv_tile, exchange, bars,
                         R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, 1)),
             (produce, (plan, walk, q, kv_cache, kv_indices, strides, q_tile, kv_tile, (), bars,
                        R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, True, False)),

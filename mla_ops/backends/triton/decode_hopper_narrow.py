@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from mla_ops.backends.triton.decode_copy import make_bars, produce
-from mla_ops.backends.triton.decode_walk import my_share, note_span, segment
-from mla_ops.backends.triton.hopper import LN_2, barrier, signal
+from mla_ops.backends.triton.decode_copy import make_bars, make_tiles, produce
+from mla_ops.backends.triton.decode_walk import my_share, note_span, scales, segment, store_part
+from mla_ops.backends.triton.hopper import barrier, signal
 
 __all__ = ["decode_hopper_narrow_kernel"]
 
@@ -32,7 +32,6 @@ def _consume(
     CHUNK: gl.constexpr,
 ):  # fmt: skip
     position = walk[0]
-    out, lse, part_out, part_lse, spans = results
     qk_scale, v_scale = scales
     q_c, q_r = q_tile
     kv_near, kv_far, kv_r = kv_tile
@@ -46,7 +45,8 @@ def _consume(
     q_phase = 0
     phases = 0  # a bit for each place
     while position < walk[1]:
-        request, before, queries, keys, low, high, position = segment(plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK)
+        part = segment(plan, walk, position, PAGE_SIZE, BLOCK_N, CHUNK)
+        request, before, queries, keys, low, high, position = part
         column = gl.arange(0, BLOCK_M, columns)
         visible = gl.minimum(keys - queries + 1 + (plan[4] + column) // plan[5], keys)
         m = gl.full([BLOCK_M], -float("inf"), gl.float32, columns)
@@ -96,24 +96,10 @@ def _consume(
         l = gl.sum(sums, 0)
         l = gl.where(l == 0.0, 1.0, l)  # of a row that sees no key: values are 0 and m -inf
         factor = (v_scale / l)[None, :]
-        log_sum = m + gl.log2(l)
-        latent = gl.arange(0, HALF, keys_of)[:, None]
-        if (low == 0) & (high * BLOCK_N >= keys):
-            in_request = plan[4] + column < gl.minimum(queries, plan[6]) * plan[5]
-            target = gl.load(plan[0] + request).to(gl.int64) * plan[5] + plan[4] + column
-            cells = out + target[None, :] * R + latent
-            gl.store(cells, (left * factor).to(out.dtype.element_ty), mask=in_request[None, :])
-            gl.store(cells + HALF, (right * factor).to(out.dtype.element_ty), mask=in_request[None, :])
-            gl.store(lse + target, log_sum * LN_2, mask=in_request)
-        else:
-            place = (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)) * 2 + (low == 0).to(gl.int32)
-            target = place.to(gl.int64) * BLOCK_M + column
-            parts = part_out + target[None, :] * R + latent
-            gl.store(parts, left * factor)
-            gl.store(parts + HALF, right * factor)
-            gl.store(part_lse + target, log_sum)
+        tiles = (left * factor, right * factor)
+        store_part(plan, results, part, tiles, m + gl.log2(l), R, BLOCK_M, BLOCK_N, 0, 1)
         if low == 0:
-            note_span(spans, plan, walk, request, before, keys, BLOCK_N)
+            note_span(results[4], plan, walk, request, before, keys, BLOCK_N)
 
 
 @gluon.jit(do_not_specialize=["softmax_scale_log2", "num_requests", "num_heads", "max_seqlen_q"])
@@ -132,35 +118,24 @@ def decode_hopper_narrow_kernel(
         qo_indptr, kv_indptr, kv_last_page_lens, num_requests, gl.program_id(0) * BLOCK_M, num_heads, max_seqlen_q,
     )  # fmt: skip
     walk = my_share(plan, PAGE_SIZE, BLOCK_N, CHUNK)
-    qk_scale = softmax_scale_log2
-    v_scale = 1.0
-    if kv_scale is not None:
-        v_scale = gl.load(kv_scale)
-        qk_scale *= v_scale
+    factors = scales(softmax_scale_log2, kv_scale)
 
-    HALF: gl.constexpr = R // 2
-    shared: gl.constexpr = gl.NVMMASharedLayout(min(128, HALF * 2), 16, 2)
-    rope_shared: gl.constexpr = gl.NVMMASharedLayout(min(128, P * 2) if P > 0 else 32, 16, 2)
-    q_c = gl.allocate_shared_memory(dtype, [2, BLOCK_M, HALF], shared)
-    q_r = gl.allocate_shared_memory(dtype, [BLOCK_M, P if P > 0 else 16], rope_shared)
-    kv_near = gl.allocate_shared_memory(dtype, [2, BLOCK_N, HALF], shared)
-    kv_far = gl.allocate_shared_memory(dtype, [2, BLOCK_N, HALF], shared)
-    kv_r = gl.allocate_shared_memory(dtype, [2, BLOCK_N, P if P > 0 else 16], rope_shared)
+    q_tile, kv_tile = make_tiles(dtype, R, P, BLOCK_M, BLOCK_N)
     weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(min(BLOCK_M * 2, 128), 16, 2))
     same: gl.constexpr = kv_cache.dtype.element_ty == dtype
     staged = ()
     if not same:
-        width: gl.constexpr = min(64, HALF)
-        pieces: gl.constexpr = 2 * (HALF // width) + (1 if P > 0 else 0)
+        width: gl.constexpr = min(64, R // 2)
+        pieces: gl.constexpr = 2 * (R // 2 // width) + (1 if P > 0 else 0)
         staged = gl.allocate_shared_memory(gl.int32, [pieces, BLOCK_N, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     bars = make_bars(128 if same else 1, 1)
     results = (out, lse, part_out, part_lse, spans)
     strides = (stride_token, stride_head, stride_page, stride_row)
     gl.warp_specialize(
         [
-            (_consume, (plan, walk, results, (qk_scale, v_scale), (q_c, q_r), (kv_near, kv_far, kv_r), weights, bars,
+            (_consume, (plan, walk, results, factors, q_tile, kv_tile, weights, bars,
                         R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK)),
-            (produce, (plan, walk, q, kv_cache, kv_indices, strides, (q_c, q_r), (kv_near, kv_far, kv_r), staged, bars,
+            (produce, (plan, walk, q, kv_cache, kv_indices, strides, q_tile, kv_tile, staged, bars,
                        R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, False, not same)),
         ],
         [4],

@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """A program's walk over its share of the line of blocks, for the Hopper decode kernels, in Gluon.
 
-``plan`` is (qo_indptr, kv_indptr, kv_last_page_lens, num_requests, first_row, num_heads, max_seqlen_q).
+``plan`` is (qo_indptr, kv_indptr, kv_last_page_lens, num_requests, first_row, num_heads, max_seqlen_q), ``walk`` what
+``my_share`` returns and ``part`` what ``segment`` returns.
 """
 
 from __future__ import annotations
@@ -9,7 +10,20 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["my_share", "note_span", "segment"]
+from mla_ops.backends.triton.hopper import LN_2
+
+__all__ = ["my_share", "note_span", "scales", "segment", "store_part"]
+
+
+@gluon.jit
+def scales(softmax_scale_log2, kv_scale):
+    """The factors of Q K and of the values: an fp8 cache's scale, or None, is in both."""
+    qk_scale = softmax_scale_log2
+    v_scale = 1.0
+    if kv_scale is not None:
+        v_scale = gl.load(kv_scale)
+        qk_scale *= v_scale
+    return qk_scale, v_scale
 
 
 @gluon.jit
@@ -109,3 +123,39 @@ def note_span(spans, plan, walk, request, before, keys, BLOCK_N: gl.constexpr):
     span = spans + (gl.program_id(0) * plan[3] + request) * 2
     gl.store(span, gl.program_id(1))
     gl.store(span + 1, last)
+
+
+@gluon.jit
+def store_part(
+    plan, results, part, tiles, log_sum,
+    R: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, FIRST: gl.constexpr, AXIS: gl.constexpr,
+):  # fmt: skip
+    """Store what the share has of a request: as the result if that is all of it, and else as a part to be merged.
+
+    ``tiles`` have the latent columns from FIRST on, one tile behind the other, and the query rows along AXIS. Whoever
+    has column 0 stores ``log_sum``, to base 2, too.
+    """
+    out, lse, part_out, part_lse = results[0], results[1], results[2], results[3]
+    request, queries, keys, low, high = part[0], part[2], part[3], part[4], part[5]
+    layout: gl.constexpr = tiles[0].type.layout
+    WIDTH: gl.constexpr = tiles[0].shape[1 - AXIS]
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1 - AXIS, layout))
+    in_tile = gl.arange(0, BLOCK_M, log_sum.type.layout)
+    latent = gl.expand_dims(FIRST + gl.arange(0, WIDTH, gl.SliceLayout(AXIS, layout)), AXIS)
+    if (low == 0) & (high * BLOCK_N >= keys):
+        rows = gl.minimum(queries, plan[6]) * plan[5]
+        base = gl.load(plan[0] + request).to(gl.int64) * plan[5] + plan[4]
+        cells = out + gl.expand_dims(base + row, 1 - AXIS) * R + latent
+        in_request = gl.expand_dims(plan[4] + row < rows, 1 - AXIS)
+        for index in gl.static_range(len(tiles)):
+            gl.store(cells + index * WIDTH, tiles[index].to(out.dtype.element_ty), mask=in_request)
+        if FIRST == 0:
+            gl.store(lse + (base + in_tile), log_sum * LN_2, mask=plan[4] + in_tile < rows)
+    else:
+        place = (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)) * 2 + (low == 0).to(gl.int32)
+        base = place.to(gl.int64) * BLOCK_M
+        parts = part_out + gl.expand_dims(base + row, 1 - AXIS) * R + latent
+        for index in gl.static_range(len(tiles)):
+            gl.store(parts + index * WIDTH, tiles[index])
+        if FIRST == 0:
+            gl.store(part_lse + (base + in_tile), log_sum)

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-__all__ = ["LN_2", "barrier", "copy_async", "reinterpret", "signal", "zero"]
+__all__ = ["LN_2", "barrier", "copy_async", "reinterpret", "signal", "weigh", "zero"]
 
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
@@ -23,6 +23,19 @@ def signal(bar):
     """Arrive once for the warpgroup, behind all that its warps have done."""
     barrier()
     mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def weigh(scores, key, visible, m, l, qk_scale, MASKED: gl.constexpr):
+    """Online softmax: the weights of a block, the factor of what was summed before, the new maximum and sum."""
+    if MASKED:
+        scores = gl.where(key[None, :] < visible[:, None], scores, -float("inf"))
+    m_new = gl.maximum(m, gl.max(scores, 1) * qk_scale)
+    # a row that sees no key yet has -inf here, and -inf - -inf is NaN
+    shift = gl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
+    p = gl.exp2(scores * qk_scale - shift[:, None])
+    alpha = gl.exp2(m - shift)
+    return p, alpha, m_new, l * alpha + gl.sum(p, 1)
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_ops.backends.triton.hopper import LN_2, copy_async, signal
+from mla_ops.backends.triton.hopper import LN_2, copy_async, signal, weigh
 
 __all__ = ["prefill_hopper_kernel"]
 
@@ -75,18 +75,6 @@ def _start_scores(q_tile, k_tile, k_full, count, NARROW: gl.constexpr, MINE: gl.
 
 
 @gluon.jit
-def _weigh(scores, key, visible, m, l, qk_scale, MASKED: gl.constexpr):
-    if MASKED:
-        scores = gl.where(key[None, :] < visible[:, None], scores, -float("inf"))
-    m_new = gl.maximum(m, gl.max(scores, 1) * qk_scale)
-    # a row that sees no key yet has -inf here, and -inf - -inf is NaN
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
-    p = gl.exp2(scores * qk_scale - shift[:, None])
-    alpha = gl.exp2(m - shift)
-    return p, alpha, m_new, l * alpha + gl.sum(p, 1)
-
-
-@gluon.jit
 def _blocks(
     q_tile, k_tile, v_tile, bars, high, low, last, visible, qk_scale, m, l, p, values, zeros, column,
     NARROW: gl.constexpr, BLOCK_N: gl.constexpr, MINE: gl.constexpr, MASKED: gl.constexpr,
@@ -105,7 +93,7 @@ def _blocks(
         sums = warpgroup_mma(p, v_tile.index(before), values, is_async=True)
         logits = warpgroup_mma_wait(1, deps=[scores])
         signal(k_free.index(count % 2))
-        weights, alpha, m, l = _weigh(logits, block * BLOCK_N + column, visible, m, l, qk_scale, MASKED)
+        weights, alpha, m, l = weigh(logits, block * BLOCK_N + column, visible, m, l, qk_scale, MASKED)
         values = warpgroup_mma_wait(0, deps=[sums])
         signal(v_free.index(before))
         p = gl.convert_layout(weights.to(dtype), p_layout)
@@ -143,7 +131,7 @@ def _consume(
         scores = _start_scores(q_tile, k_tile, k_full, 0, NARROW, MINE, zeros)
         logits = warpgroup_mma_wait(0, deps=[scores])
         signal(k_free.index(0))
-        weights, _alpha, m, l = _weigh(logits, last * BLOCK_N + column, visible, m, l, qk_scale, True)
+        weights, _alpha, m, l = weigh(logits, last * BLOCK_N + column, visible, m, l, qk_scale, True)
         p = gl.convert_layout(weights.to(dtype), p_layout)
         masked = gl.minimum(whole, last)
         m, l, p, values = _blocks(

@@ -93,8 +93,8 @@ def _paged(
     scale = _meta(1, dtype=torch.float32) if kv_dtype in FLOAT8_DTYPES else None
     row = choose_decode(arch, _meta(1, heads, config.latent_dim, dtype=dtype), cache, heads * query_len, rank)
     launches: dict[tuple[object, ...], Launch] = {}
-    # A request in many parts, and in few, of few rows in all or many: three merge kernels.
-    for requests, units in ((1, 64), (8, 1), (1024, 1)):
+    # A request in many parts, in some, and in one or two: three merge kernels.
+    for requests, units in ((1, 64), (1, 3), (1024, 1)):
         index, lens = _meta(requests + 1, dtype=torch.int32), _meta(requests, dtype=torch.int32)
         for launch in decode_launches(
             _meta(requests * query_len, heads, config.latent_dim, dtype=dtype), cache, index, index, index, lens,

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_ops.backends.triton.decode_copy import make_bars, make_tiles, produce
-from mla_ops.backends.triton.decode_walk import my_share, note_span, scales, segment, store_part
+from mla_ops.backends.triton.decode_walk import make_scales, my_share, note_span, segment, store_part
 from mla_ops.backends.triton.hopper import signal, weigh, zero
 
 __all__ = ["decode_hopper_kernel"]
@@ -149,7 +149,7 @@ def decode_hopper_kernel(
         qo_indptr, kv_indptr, kv_last_page_lens, num_requests, gl.program_id(0) * BLOCK_M, num_heads, max_seqlen_q,
     )  # fmt: skip
     walk = my_share(plan, PAGE_SIZE, BLOCK_N, CHUNK)
-    factors = scales(softmax_scale_log2, kv_scale)
+    scales = make_scales(softmax_scale_log2, kv_scale)
 
     q_tile, kv_tile = make_tiles(dtype, R, P, BLOCK_M, BLOCK_N)
     # A block's weights take the place of its rope columns, which are done with when the scores are there.
@@ -169,9 +169,9 @@ def decode_hopper_kernel(
     strides = (stride_token, stride_head, stride_page, stride_row)
     gl.warp_specialize(
         [
-            (_consume, (plan, walk, results, factors, q_tile, kv_tile, exchange, bars,
+            (_consume, (plan, walk, results, scales, q_tile, kv_tile, exchange, bars,
                         R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, 0)),
-            (_consume, (plan, walk, results, factors, q_tile, kv_tile, exchange, bars,
+            (_consume, (plan, walk, results, scales, q_tile, kv_tile, exchange, bars,
                         R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, 1)),
             (produce, (plan, walk, q, kv_cache, kv_indices, strides, q_tile, kv_tile, (), bars,
                        R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, True, False)),

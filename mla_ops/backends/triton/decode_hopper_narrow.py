@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_ops.backends.triton.decode_copy import make_bars, make_tiles, produce
-from mla_ops.backends.triton.decode_walk import my_share, note_span, scales, segment, store_part
+from mla_ops.backends.triton.decode_walk import make_scales, my_share, note_span, segment, store_part
 from mla_ops.backends.triton.hopper import barrier, signal
 
 __all__ = ["decode_hopper_narrow_kernel"]
@@ -118,7 +118,7 @@ def decode_hopper_narrow_kernel(
         qo_indptr, kv_indptr, kv_last_page_lens, num_requests, gl.program_id(0) * BLOCK_M, num_heads, max_seqlen_q,
     )  # fmt: skip
     walk = my_share(plan, PAGE_SIZE, BLOCK_N, CHUNK)
-    factors = scales(softmax_scale_log2, kv_scale)
+    scales = make_scales(softmax_scale_log2, kv_scale)
 
     q_tile, kv_tile = make_tiles(dtype, R, P, BLOCK_M, BLOCK_N)
     weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(min(BLOCK_M * 2, 128), 16, 2))
@@ -133,7 +133,7 @@ def decode_hopper_narrow_kernel(
     strides = (stride_token, stride_head, stride_page, stride_row)
     gl.warp_specialize(
         [
-            (_consume, (plan, walk, results, factors, q_tile, kv_tile, weights, bars,
+            (_consume, (plan, walk, results, scales, q_tile, kv_tile, weights, bars,
                         R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK)),
             (produce, (plan, walk, q, kv_cache, kv_indices, strides, q_tile, kv_tile, staged, bars,
                        R, P, PAGE_SIZE, BLOCK_M, BLOCK_N, CHUNK, False, not same)),

@@ -12,11 +12,11 @@ from triton.experimental.gluon import language as gl
 
 from mla_ops.backends.triton.hopper import LN_2
 
-__all__ = ["my_share", "note_span", "scales", "segment", "store_part"]
+__all__ = ["make_scales", "my_share", "note_span", "segment", "store_part"]
 
 
 @gluon.jit
-def scales(softmax_scale_log2, kv_scale):
+def make_scales(softmax_scale_log2, kv_scale):
     """The factors of Q K and of the values: an fp8 cache's scale, or None, is in both."""
     qk_scale = softmax_scale_log2
     v_scale = 1.0

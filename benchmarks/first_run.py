@@ -14,7 +14,8 @@ Each row is a fresh process; ``ours`` also verifies every graph. Rows are printe
 
 A row that takes longer than ``--row-timeout`` is ended and says so; what one cell of the grid could not do in time, a
 larger one is not asked to. ``--budget`` bounds the whole: ours first, then the others, Hugging Face last, each of them
-the smallest cell first.
+the smallest cell first. With ``--bytecode`` every row finds the packages compiled to bytecode, as pip installs them,
+also where Python keeps none (``PYTHONDONTWRITEBYTECODE``).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ THEIRS = (
 )
 SIZES = {4: (1, 2, 4, 8), 8: (1, 2, 4, 8, 16, 32, 64, 128), 35: (1, 2, 4, *range(8, 257, 8))}
 STARTED = "MLA_BENCHMARK_STARTED"
+_PACKAGES = ("torch", "triton", "numpy", "sympy", "transformers", "filelock", "rich", "capture", "mla_ops")
 _NEEDS = {"mega-cache": "torch.compile dynamic"}  # whose cold row leaves what the warm one loads
 
 
@@ -95,6 +98,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ways", type=lambda text: text.split(","), default=[*OURS, *THEIRS], help="default: all")
     parser.add_argument("--row-timeout", type=float, default=60.0, metavar="N", help="seconds (60)")
     parser.add_argument("--budget", type=float, default=480.0, metavar="N", help="seconds for all rows (480)")
+    parser.add_argument("--bytecode", action="store_true", help="compile the packages to bytecode before all rows")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if unknown := set(arguments.ways) - {*OURS, *THEIRS}:
@@ -119,6 +123,7 @@ class _Bench:
         self._end = time.monotonic() + arguments.budget
         self._too_long: list[tuple[_Cell, str]] = []
         self._failed: dict[tuple[_Cell, str], str] = {}
+        self._bytecode = _compile_packages(folder / "bytecode") if arguments.bytecode else {}
         self._child(_Cell(1, SIZES[4]), "floor", folder / "first", 600.0)  # reads packages from the disk: no row pays
 
     def row(self, cell: _Cell, way: str) -> dict[str, Any]:
@@ -151,7 +156,7 @@ class _Bench:
         """The row that a process of its own prints last; the process and all of its children end with it."""
         cache.mkdir(parents=True, exist_ok=True)
         inductor = "empty" if way.startswith("mega-cache") else "inductor"
-        environment = {**os.environ, "MLA_WARMUP_CACHE": str(cache), STARTED: str(time.time())}
+        environment = {**os.environ, **self._bytecode, "MLA_WARMUP_CACHE": str(cache), STARTED: str(time.time())}
         if not way.startswith("ours"):
             environment |= {"TORCHINDUCTOR_CACHE_DIR": str(cache / inductor)}
         given = self._arguments
@@ -178,6 +183,17 @@ class _Bench:
                 return _word(f"failed (exit status {child.returncode}): {_reason(errors.read())[:160]}")
         row: dict[str, Any] = json.loads(out.splitlines()[-1])
         return row
+
+
+def _compile_packages(folder: Path) -> dict[str, str]:
+    """Bytecode of what the rows import, in ``folder``; the environment that makes Python read it there."""
+    environment = {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
+    found = [find_spec(name) for name in _PACKAGES]
+    places = [place for spec in found if spec for place in spec.submodule_search_locations or []]
+    command = [sys.executable, "-m", "compileall", "-q", "-j", "0", *places]
+    # Some packages hold templates that are no Python: the exit status says nothing.
+    subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, check=False)
+    return environment
 
 
 def _end_session(child: subprocess.Popen[str]) -> None:

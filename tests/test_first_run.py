@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import first_run
 from benchmarks.first_run import SIZES, _Bench, _Cell
 
 SMALL, DEEP, WIDE = _Cell(4, SIZES[8]), _Cell(61, SIZES[8]), _Cell(4, SIZES[35])
@@ -20,7 +23,7 @@ class Bench(_Bench):
 
     def __init__(self, folder: Path, budget: float = 100.0, **answers: Any) -> None:
         self.answers, self.ran = answers, [""]
-        super().__init__(Namespace(budget=budget, row_timeout=20.0), folder)
+        super().__init__(Namespace(budget=budget, row_timeout=20.0, bytecode=False), folder)
 
     def _child(self, cell: _Cell, way: str, cache: Path, limit: float) -> dict[str, Any]:
         self.ran.append(way)
@@ -80,3 +83,18 @@ def test_cold_and_warm_share_a_cache_and_cells_do_not(tmp_path: Path) -> None:
     _, cold, warm, deep, _ = caches
     assert cold == warm != deep
     assert " " not in str(cold.relative_to(tmp_path))
+
+
+def test_packages_are_imported_from_the_bytecode_that_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "a_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "template.py").write_text("no {{ Python }")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(first_run, "_PACKAGES", ("a_package", "no_such_package"))
+    environment = first_run._compile_packages(tmp_path / "bytecode")
+    command = [sys.executable, "-c", "import a_package; print(a_package.__cached__)"]
+    where = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment, "PYTHONPATH": str(tmp_path)}
+    cached = Path(subprocess.run(command, env=where, capture_output=True, text=True, check=True).stdout.strip())
+    assert cached.is_relative_to(tmp_path / "bytecode")
+    assert cached.is_file()

@@ -13,9 +13,10 @@ Each row is a fresh process; ``ours`` also verifies every graph. Rows are printe
   its MLP is 64 wide, so that attention is nearly all of it.
 
 A row that takes longer than ``--row-timeout`` is ended and says so; what one cell of the grid could not do in time, a
-larger one is not asked to. ``--budget`` bounds the whole: ours first, then the others, Hugging Face last, each of them
-the smallest cell first. With ``--bytecode`` every row finds the packages compiled to bytecode, as pip installs them,
-also where Python keeps none (``PYTHONDONTWRITEBYTECODE``).
+larger one is not asked to. The floor and our warm start, which are compared, run ``--repeat`` times: each row is the
+median, and says how far the others were. ``--budget`` bounds the whole: ours first, then the others, Hugging Face last,
+each of them the smallest cell first. With ``--bytecode`` every row finds the packages compiled to bytecode, as pip
+installs them, also where Python keeps none (``PYTHONDONTWRITEBYTECODE``).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ THEIRS = (
 SIZES = {4: (1, 2, 4, 8), 8: (1, 2, 4, 8, 16, 32, 64, 128), 35: (1, 2, 4, *range(8, 257, 8))}
 STARTED = "MLA_BENCHMARK_STARTED"
 _PACKAGES = ("torch", "triton", "numpy", "sympy", "transformers", "filelock", "rich", "capture", "mla_ops")
+_REPEATED = ("floor", "ours warm")
 _NEEDS = {"mega-cache": "torch.compile dynamic"}  # whose cold row leaves what the warm one loads
 
 
@@ -77,7 +79,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = _Bench(arguments, Path(folder))
         for cell, way in order:
-            row = {"layers": cell.layers, "sizes": len(cell.sizes), "way": way, **bench.row(cell, way)}
+            row = {"layers": cell.layers, "sizes": len(cell.sizes), "way": way, **bench.median_row(cell, way)}
             rows.append(row)
             print(_line(row), file=sys.stderr if arguments.json else sys.stdout, flush=True)
     if arguments.json:
@@ -98,9 +100,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ways", type=lambda text: text.split(","), default=[*OURS, *THEIRS], help="default: all")
     parser.add_argument("--row-timeout", type=float, default=60.0, metavar="N", help="seconds (60)")
     parser.add_argument("--budget", type=float, default=480.0, metavar="N", help="seconds for all rows (480)")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="of the floor and of our warm start (3)")
     parser.add_argument("--bytecode", action="store_true", help="compile the packages to bytecode before all rows")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.repeat < 1:
+        parser.error(f"--repeat must be at least 1, got {arguments.repeat}")
     if unknown := set(arguments.ways) - {*OURS, *THEIRS}:
         parser.error(f"--ways: no such way: {', '.join(sorted(unknown))}; there are {', '.join((*OURS, *THEIRS))}")
     return arguments
@@ -125,6 +130,14 @@ class _Bench:
         self._failed: dict[tuple[_Cell, str], str] = {}
         self._bytecode = _compile_packages(folder / "bytecode") if arguments.bytecode else {}
         self._child(_Cell(1, SIZES[4]), "floor", folder / "first", 600.0)  # reads packages from the disk: no row pays
+
+    def median_row(self, cell: _Cell, way: str) -> dict[str, Any]:
+        """:meth:`row`; of a way that is repeated the one between the others, with the fastest and the slowest."""
+        rows = [self.row(cell, way) for _ in range(self._arguments.repeat if way in _REPEATED else 1)]
+        done = sorted((row for row in rows if row["seconds"] is not None), key=lambda row: row["seconds"])
+        if len(done) < 2:
+            return done[0] if done else rows[-1]
+        return done[(len(done) - 1) // 2] | {"range": (done[0]["seconds"], done[-1]["seconds"])}
 
     def row(self, cell: _Cell, way: str) -> dict[str, Any]:
         """The result, or ``{"seconds": None, "word": why there is none}``."""
@@ -217,7 +230,8 @@ def _word(text: str) -> dict[str, Any]:
 def _cells(row: dict[str, Any]) -> Iterator[str]:
     yield f"{row['layers']} layers, {row['sizes']} sizes"
     yield row["way"]
-    yield row["word"] if row["seconds"] is None else f"{row['seconds']:.2f}"
+    spread = " ({:.2f} to {:.2f})".format(*row["range"]) if "range" in row else ""
+    yield row["word"] if row["seconds"] is None else f"{row['seconds']:.2f}{spread}"
     yield str(row.get("compiled", ""))
     yield ", ".join(f"{size}: {us:,.0f}" for size, us in row.get("replay_us", {}).items())
     yield ", ".join(f"{name} {seconds:.2f}" for name, seconds in row.get("phases", {}).items() if seconds)

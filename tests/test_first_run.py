@@ -23,11 +23,13 @@ class Bench(_Bench):
 
     def __init__(self, folder: Path, budget: float = 100.0, **answers: Any) -> None:
         self.answers, self.ran = answers, [""]
-        super().__init__(Namespace(budget=budget, row_timeout=20.0, bytecode=False), folder)
+        super().__init__(Namespace(budget=budget, row_timeout=20.0, bytecode=False, repeat=3), folder)
 
     def _child(self, cell: _Cell, way: str, cache: Path, limit: float) -> dict[str, Any]:
         self.ran.append(way)
         answer = self.answers.get(way.replace(" ", "_"), {"seconds": 1.0})
+        if isinstance(answer, list):
+            answer = answer.pop(0)
         if answer == "slow":
             raise subprocess.TimeoutExpired(way, limit)
         assert isinstance(answer, dict)
@@ -66,6 +68,30 @@ def test_when_the_budget_is_used_up_no_row_is_started(tmp_path: Path, monkeypatc
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 95.0)
     assert bench.row(SMALL, "ours cold")["word"] == "not run: --budget is used up"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "median", "spread"),
+    [((3.0, 1.0, 2.0), 2.0, (1.0, 3.0)), ((2.0, None, 1.0), 1.0, (1.0, 2.0)), ((None, 1.0, None), 1.0, None)],
+    ids=["all", "one failed", "two failed"],
+)
+@pytest.mark.parametrize("way", ["floor", "ours warm"])
+def test_what_is_compared_is_repeated_and_its_median_shown(
+    way: str, seconds: tuple[float | None, ...], median: float, spread: tuple[float, float] | None, tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path)
+    bench.answers[way.replace(" ", "_")] = [
+        {"seconds": None, "word": "failed"} if number is None else {"seconds": number} for number in seconds
+    ]
+    row = bench.median_row(SMALL, way)
+    assert row["seconds"] == median
+    assert row.get("range") == spread
+
+
+def test_a_cold_start_is_not_repeated(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.median_row(SMALL, "ours cold")
+    assert bench.ran.count("ours cold") == 1
 
 
 def test_cold_and_warm_share_a_cache_and_cells_do_not(tmp_path: Path) -> None:

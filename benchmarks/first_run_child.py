@@ -79,13 +79,15 @@ def _floor(model: str, options: dict[str, Any], clock: _Clock) -> dict[str, Any]
 
 
 def _ours(model: str, options: dict[str, Any], clock: _Clock) -> dict[str, Any]:
-    from capture import WarmupManager
+    from capture import WarmupManager, prepare
 
+    device = options["device"]
+    prepare("cuda:0" if device == "cuda" else device)  # as a server would, before it imports torch
     work, made = _spec(model, options)
     setup = cache(work.setup)  # to reach the runner afterwards
     manager = WarmupManager()
     report = manager.run(manager.plan(replace(work, setup=setup)), progress=False)
-    clock.mark("all", options["device"])
+    clock.mark("all", device)
     runner = setup().runner()
     return {
         "seconds": clock.phases["all"],

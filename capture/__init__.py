@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         register_build_source,
     )
     from capture.memory import CapturedBucket, CaptureReport, Memory
+    from capture.process import prepare
     from capture.report import WarmupReport
     from capture.runner import GraphRunner
     from capture.store import CacheStore
@@ -100,6 +101,7 @@ __all__ = [
     "install_from_environment",
     "no_compile",
     "padding_waste",
+    "prepare",
     "register_build_source",
     "smallest_fit",
     "verify",
@@ -147,6 +149,7 @@ _MODULE_OF = {
     "install_from_environment": "guard",
     "no_compile": "guard",
     "padding_waste": "buckets",
+    "prepare": "process",
     "register_build_source": "guard",
     "smallest_fit": "buckets",
     "verify": "verify",

@@ -48,6 +48,7 @@ _OPTIONS = (
     "device",
     "target",
 )
+_GPU_NODES = ("/dev/nvidiactl", "/dev/kfd")  # to know of a GPU before torch, which would take a second to tell
 _BYTES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -81,8 +82,11 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
 
 def make_plan(arguments: argparse.Namespace) -> tuple[WarmupManager, WarmupPlan]:
     """The plan that the options describe."""
+    from capture.process import prepare
     from capture.warmup import WarmupManager
 
+    if arguments.target is None:
+        prepare(arguments.device or ("cuda" if any(map(os.path.exists, _GPU_NODES)) else "cpu"))
     manager = WarmupManager(arguments.cache_dir, workers=getattr(arguments, "workers", None))
     return manager, manager.plan(_spec(arguments.model, _options(arguments)))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -22,16 +21,15 @@ from typing import Any
 
 from capture.launchers import build_launcher, take_launchers
 from capture.manifest import write_durably
-from capture.process import await_background, in_background
+from capture.process import await_background
 from capture.relocate import is_group, located
 from capture.units import Phase, Unit, UnitResult
 
-__all__ = ["KernelBuildUnit", "is_target", "prebuilt_kernels", "read_triton_key", "target_driver"]
+__all__ = ["KernelBuildUnit", "is_target", "prebuilt_kernels", "target_driver"]
 
 _RECORD = "record.json"
 _NVIDIA_WARP, _AMD_WAVEFRONT = 32, 64
 _sources: ContextVar[tuple[Path, ...]] = ContextVar("prebuilt kernels", default=())
-_key_is_read = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +64,6 @@ class KernelBuildUnit(Unit):
                         build_launcher(kernel, driver.get_current_target().backend)
         origin = f"not compiled: was built ahead ({', '.join(keys.placed)})" if keys.placed else ""
         return UnitResult(origin=origin)
-
-
-def read_triton_key() -> None:
-    """Begin to hash Triton's library, hundreds of megabytes that all of its keys contain, in the background."""
-    global _key_is_read
-    if not _key_is_read and "triton" in sys.modules:
-        from triton.runtime import cache
-
-        _key_is_read = True
-        in_background("triton key", cache.triton_key)
 
 
 def is_target(arch: str) -> bool:

@@ -8,13 +8,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 
-__all__ = ["await_background", "builds_in_process", "import_seconds", "in_background", "on_device", "open_device"]
+__all__ = [
+    "await_background",
+    "builds_in_process",
+    "import_seconds",
+    "in_background",
+    "on_device",
+    "open_device",
+    "prepare",
+    "read_triton_key",
+]
 
 _IMPORTED = time.monotonic()
 _first_run = True
+_key_is_read = False
 _background: list[threading.Thread] = []
 _CACHE_SWITCHES = {
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
@@ -62,6 +73,33 @@ def await_background() -> None:
     """Wait for all that :func:`in_background` began."""
     while _background:
         _background.pop().join()
+
+
+def prepare(device: str) -> None:
+    """Begin, in the background, what a warm start on a GPU waits for: opening it, and the hash of Triton's library.
+
+    Best called before torch is imported, which takes longer than both. Imports Triton, if there is one, and no torch.
+    Harmless when called again; on another device nothing happens.
+
+    Args:
+        device: as torch names it. With its index (``cuda:0``) its context is made too; see :func:`open_device`.
+    """
+    if device.partition(":")[0] != "cuda":
+        return
+    open_device(device)
+    with suppress(ImportError):
+        import_module("triton")
+        read_triton_key()
+
+
+def read_triton_key() -> None:
+    """Begin to hash Triton's library, hundreds of megabytes that all of its keys contain, in the background."""
+    global _key_is_read
+    if not _key_is_read and "triton" in sys.modules:
+        from triton.runtime import cache
+
+        _key_is_read = True
+        in_background("triton key", cache.triton_key)
 
 
 def open_device(device: str) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from capture.fingerprint import Fingerprint, environment_fields, target_fields
 from capture.guard import CompileWatch, install_from_environment
-from capture.kernels import KernelBuildUnit, read_triton_key
+from capture.kernels import KernelBuildUnit
+from capture.process import read_triton_key
 from capture.progress import Heartbeat, Progress, shown
 from capture.report import WarmupReport
 from capture.run import Run

@@ -29,8 +29,7 @@ from capture import (
     VerifyUnit,
     WarmupSpec,
 )
-from capture.kernels import read_triton_key
-from capture.process import open_device
+from capture.process import open_device, prepare
 from mla_ops.backends.select import Choice, select
 from mla_ops.compiled import compile_layers
 from mla_ops.config import PRESETS, MLAConfig
@@ -366,12 +365,14 @@ def _source_hash() -> str:
 
 
 def _prepare(options: BuildOptions) -> None:
-    """Begin what the device's driver does alone, and import Triton meanwhile, which every backend of a GPU needs."""
-    open_device(options.device)
-    if options.device.startswith("cuda") and options.backend != "reference":
+    """Begin what needs no interpreter, and import our kernels meanwhile, which every backend of a GPU needs."""
+    if options.backend == "reference":
+        open_device(options.device)
+        return
+    prepare(options.device)
+    if options.device.startswith("cuda"):
         with suppress(ImportError):
             import_module("mla_ops.backends.triton")
-            read_triton_key()
 
 
 def _resolve_model(model: str | os.PathLike[str] | MLAConfig) -> tuple[MLAConfig, int | None]:

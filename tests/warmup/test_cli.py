@@ -48,6 +48,31 @@ sys.exit(f"imported {heavy}" if heavy else code)
 
 
 @pytest.mark.parametrize(
+    ("options", "nodes", "expected"),
+    [
+        (("--device", "cpu"), True, ["cpu"]),
+        (("--device", "cpu", "--target", "sm_90"), True, []),
+        ((), True, ["cuda"]),
+        ((), False, ["cpu"]),
+    ],
+    ids=["named", "target", "GPU in the machine", "no GPU"],
+)
+def test_the_device_is_opened_before_torch_is_needed(
+    options: tuple[str, ...],
+    nodes: bool,
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("capture.process.prepare", opened.append)
+    monkeypatch.setattr("capture.cli_support._GPU_NODES", (str(tmp_path if nodes else tmp_path / "none"),))
+    run(capsys, "status", "--model", "tests.warmup.toys:factory", *options)
+    assert opened == expected
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         (),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from capture import prepare, process
 from capture.process import await_background, in_background, open_device
 
 
@@ -59,3 +62,45 @@ def test_what_was_begun_is_waited_for_once() -> None:
     await_background()
     assert sorted(done) == [0, 1, 2]
     await_background()
+
+
+def test_preparing_imports_no_torch_and_leaves_tritons_key_read() -> None:
+    pytest.importorskip("triton")
+    code = """if True:
+        import sys
+        from capture import BuildOptions, WarmupManager, prepare, process
+        prepare("cuda:0")
+        assert "torch" not in sys.modules
+        process.await_background()
+        from triton.runtime import cache
+        assert cache.triton_key.cache_info().currsize == 1
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_preparing_again_reads_nothing_again(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = pytest.importorskip("triton.runtime.cache")
+    reads: list[int] = []
+    monkeypatch.setattr(cache, "triton_key", lambda: reads.append(1))
+    monkeypatch.setattr(process, "_key_is_read", False)
+    prepare("cuda")
+    prepare("cuda")
+    await_background()
+    assert reads == [1]
+
+
+def test_nothing_is_prepared_for_the_cpu(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_key_is_read", False)
+    prepare("cpu")
+    await_background()
+    assert not calls
+    assert not process._key_is_read
+
+
+def test_without_triton_the_device_is_opened_all_the_same(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(process, "_key_is_read", False)
+    prepare("cuda")
+    await_background()
+    assert calls == ["cuInit"]
+    assert not process._key_is_read

@@ -26,7 +26,7 @@ from capture.lock import BuildLock
 from capture.manifest import write_durably
 from capture.store import CacheStore, cache_root, check_access
 
-__all__ = ["DEFAULT_MAX_BYTES", "Bundle", "bundle_name", "pack", "pull", "push", "unpack"]
+__all__ = ["DEFAULT_MAX_BYTES", "Bundle", "bundle_name", "pack", "parse_digest", "pull", "push", "unpack"]
 
 DEFAULT_MAX_BYTES = 32 * 2**30
 """What a bundle may unpack to, unless the caller says otherwise."""
@@ -105,7 +105,7 @@ def unpack(
             large; or not what :func:`pack` writes. The cache is as it was.
         CacheAccessError, CacheLockTimeout: as :meth:`capture.warmup.WarmupManager.run`.
     """
-    expected = _parse_digest(digest)
+    expected = parse_digest(digest)
     root = cache_root(cache_dir)
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -154,7 +154,12 @@ def bundle_name(base_url: str, entry: str) -> str:
     return f"{base_url.rstrip('/')}/{entry}.tar.zst"
 
 
-def _parse_digest(digest: str) -> str:
+def parse_digest(digest: str) -> str:
+    """The hexadecimal digits of ``sha256:...``, in lower case.
+
+    Raises:
+        ValueError: it is no digest.
+    """
     match = re.fullmatch(r"sha256:([0-9a-f]{64})", digest.lower())
     if not match:
         raise ValueError(f'digest must be "sha256:" and 64 hexadecimal digits, as pack printed it, got {digest!r}')

@@ -91,8 +91,12 @@ def pull_entry(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    if not re.fullmatch(r"sha256:[0-9a-f]{64}", arguments.digest):
-        raise UsageError(f"--digest {arguments.digest} is not sha256: and 64 hexadecimal digits")
+    from capture.bundle import parse_digest
+
+    try:
+        parse_digest(arguments.digest)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
     options = {
         "digest": arguments.digest,
         "cache_dir": arguments.cache_dir,

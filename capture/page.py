@@ -60,7 +60,7 @@ def render_page(reports: Sequence[WarmupReport]) -> str:
     """The reports as one HTML document, on one scale of seconds since the process began."""
     longest = max((report.seconds for report in reports), default=0.0) or 1.0
     step = _step(longest)
-    title = " | ".join(f"{_title(report)} {report.seconds:.2f} s" for report in reports)
+    title = " | ".join(f"{report.title} {report.seconds:.2f} s" for report in reports)
     legend = "".join(f'<span><i style="background:var(--{name})"></i>{name}</span>' for name in PHASES)
     columns = "".join(_column(report, longest, step) for report in reports)
     return (
@@ -86,7 +86,7 @@ def _column(report: WarmupReport, longest: float, step: float) -> str:
     )
     axis = f'<div class="row"><span></span><div class="axis">{ticks}</div><span></span></div>'
     return (
-        f'<section class="card"><h2>{_title(report)}</h2><div class="faint">{escape(device)}</div>'
+        f'<section class="card"><h2>{report.title}</h2><div class="faint">{escape(device)}</div>'
         f'<div><span class="big">{report.seconds:.2f} s</span> <span class="faint">compilations: '
         f'{report.compiled}</span></div><div class="chart">{rows}{axis}</div>{"".join(lines)}</section>'
     )
@@ -143,7 +143,7 @@ def _unit_table(reports: Sequence[WarmupReport]) -> str:
 
 
 def _table(title: str, first: str, reports: Sequence[WarmupReport], rows: Sequence[tuple[str, list[str]]]) -> str:
-    head = "".join(f'<th class="number">{_title(report)}</th>' for report in reports)
+    head = "".join(f'<th class="number">{report.title}</th>' for report in reports)
     body = ""
     for name, cells in rows:
         numbers = "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
@@ -155,7 +155,3 @@ def _step(longest: float) -> float:
     """Seconds between ticks: 1, 2 or 5 times a power of ten. ``longest`` is below 100 of ``scale``."""
     scale = 10.0 ** len(str(int(longest))) / 100
     return min(factor * scale for factor in _ROUND if longest / (factor * scale) <= _TICKS)
-
-
-def _title(report: WarmupReport) -> str:
-    return "cold" if report.cold else "warm"

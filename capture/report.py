@@ -124,6 +124,11 @@ class WarmupReport:
         return all(unit.state in ("built", "hit") for unit in self.units)
 
     @property
+    def title(self) -> str:
+        """``cold`` or ``warm``."""
+        return "cold" if self.cold else "warm"
+
+    @property
     def critical_path(self) -> tuple[SpanRow, ...]:
         """The chain of work that the whole waited for; see :func:`capture.critical.critical_path`."""
         return critical_path(self.spans, self.units)
@@ -196,7 +201,7 @@ class WarmupReport:
         if line := self.critical_path_line:
             parts.append(Text(line))
         failed = sum(unit.state in ("failed", "skipped") for unit in self.units)
-        verdict = f"{_title(self)}: {self.seconds:.1f} s, compilations: {self.compiled}"
+        verdict = f"{self.title}: {self.seconds:.1f} s, compilations: {self.compiled}"
         parts.append(Text(f"{verdict}, units failed: {failed}" if failed else verdict, style="red" if failed else ""))
         return Group(*parts)
 
@@ -209,7 +214,7 @@ def render_side_by_side(reports: Sequence[WarmupReport]) -> RenderableType:
 
 
 def _phase_table(reports: Sequence[WarmupReport]) -> Table:
-    table = _table("phase", *(_title(report) for report in reports))
+    table = _table("phase", *(report.title for report in reports))
     columns = [{phase.name: phase.seconds for phase in report.phases} for report in reports]
     for name in PHASES:
         table.add_row(name, *(f"{column[name]:.2f} s" if name in column else "-" for column in columns))
@@ -240,7 +245,7 @@ def _bucket_table(buckets: Sequence[BucketRow]) -> Table:
 
 
 def _state_table(reports: Sequence[WarmupReport]) -> Table:
-    table = _table("unit", *(_title(report) for report in reports))
+    table = _table("unit", *(report.title for report in reports))
     columns = [{unit.key: unit for unit in report.units} for report in reports]
     for key in dict.fromkeys(key for column in columns for key in column):
         cells = [f"{unit.state} {unit.seconds:.2f} s" if (unit := column.get(key)) else "-" for column in columns]
@@ -257,10 +262,6 @@ def _table(first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right")
     return table
-
-
-def _title(report: WarmupReport) -> str:
-    return "cold" if report.cold else "warm"
 
 
 def _escape(text: str) -> str:

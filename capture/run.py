@@ -29,6 +29,7 @@ __all__ = ["Run"]
 
 _log = logging.getLogger(__name__)
 _RECORD_PATIENCE = 5.0
+_LOST = {"failed": "failed", "skipped": "was skipped"}  # the states of units that others cannot build on
 
 
 class Run:
@@ -164,10 +165,10 @@ class Run:
                     self._rows[unit.key] = self._run_unit(unit, resources, check)
 
     def _run_unit(self, unit: Unit, resources: Any, check: CacheCheck) -> UnitRow:
-        lost = [key for key in unit.needs if self._rows[key].state in ("failed", "skipped")]
+        lost = [f"{key}, which {what}" for key in unit.needs if (what := _LOST.get(self._rows[key].state))]
         if lost:
             self._beat.done(f"skipped: {unit.key}", unit.cost)
-            return self._row(unit, "skipped", time.monotonic(), reason=f"needs {', '.join(lost)}, which failed")
+            return self._row(unit, "skipped", time.monotonic(), reason=f"needs {'; '.join(lost)}")
         self._beat.unit(unit.phase, unit.key)
         known = unit.key in check.intact
         delivered = None if known else self._delivered(unit)

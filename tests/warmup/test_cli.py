@@ -290,6 +290,14 @@ def test_a_wrong_digest_is_1_and_says_so(tmp_path: Path, capsys: pytest.CaptureF
     assert "nothing of it was opened" in err
 
 
+def test_a_digest_in_capitals_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "build", *TOY, "--quiet")
+    file = str(tmp_path / "toy.tar.zst")
+    digest = run(capsys, "pack", file, *TOY)[1].strip().removeprefix("sha256:")
+    options = ("--device", "cpu", "--cache-dir", str(tmp_path / "other"))
+    assert run(capsys, "unpack", file, "--digest", f"sha256:{digest.upper()}", *options)[0] == 0
+
+
 def test_exec_runs_a_program_in_the_environment_of_an_entry(cache: Path) -> None:
     program = "import os, sys; print(os.environ['TRITON_CACHE_DIR']); print(os.environ['VLLM_CACHE_ROOT']); sys.exit(7)"
     done = subprocess.run(

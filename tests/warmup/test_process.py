@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from capture import prepare, process
 from capture.process import await_background, in_background, open_device
@@ -104,3 +105,21 @@ def test_without_triton_the_device_is_opened_all_the_same(calls: list[str], monk
     await_background()
     assert calls == ["cuInit"]
     assert not process._key_is_read
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.version.hip is not None, reason="needs CUDA's driver")
+def test_torch_uses_the_context_that_was_made_before_it_was_imported() -> None:
+    code = """if True:
+        import ctypes
+        from capture import prepare, process
+        prepare("cuda:0")
+        process.await_background()
+        driver, context, primary = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
+        assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(primary), 0) == 0
+        import torch
+        assert torch.ones(3, device="cuda").sum().item() == 3
+        assert driver.cuCtxGetCurrent(ctypes.byref(context)) == 0
+        assert context.value == primary.value
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -47,6 +47,13 @@ def test_clean_removes_the_oldest_until_the_rest_fits(cache: Path, three: list[P
     assert [entry.path for entry in clean(cache, max_size=size * 2)] == three[:1]
 
 
+def test_what_is_older_than_an_entry_that_is_too_large_goes_too(cache: Path, three: list[Path]) -> None:
+    oldest, middle, youngest = three
+    (middle / "packages/large").write_bytes(bytes(100_000))
+    assert [entry.path for entry in clean(cache, max_size=50_000)] == [middle, oldest]
+    assert youngest.exists()
+
+
 def test_clean_all_leaves_locks_and_strangers(cache: Path, three: list[Path]) -> None:
     (cache / "notes.txt").write_text("mine")
     clean(cache, all=True)

@@ -92,7 +92,7 @@ def _remove(root: Path, path: Path) -> bool:
     try:
         with BuildLock(root / f"{name}.lock").hold(0.0, lambda line: None):
             # Renamed first: a removal that is interrupted must not leave half of an entry behind.
-            doomed = path if left else path.rename(root / f"removed-{name}-{os.getpid()}")
+            doomed = path if left else path.rename(root / f"removed-{name}-{time.time_ns()}")
             shutil.rmtree(doomed)
     except CacheLockTimeout:
         return False

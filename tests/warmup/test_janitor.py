@@ -102,6 +102,17 @@ def test_what_a_killed_clean_left_is_cleaned(cache: Path, name: str) -> None:
     assert {path.suffix for path in cache.iterdir()} == {".lock"}
 
 
+def test_what_a_killed_clean_of_the_same_process_id_left_is_in_nobodys_way(cache: Path) -> None:
+    """In a container the process id is often the same."""
+    warm_up(cache, SPEC)
+    (entry,) = entries(cache)
+    left = cache / f"removed-{entry.path.name}-{os.getpid()}"
+    left.mkdir()
+    (left / "half").write_text("half")
+    os.utime(left, (0, 0))
+    assert {removed.path for removed in clean(cache, all=True)} == {entry.path, left}
+
+
 def test_clean_goes_on_where_a_compilers_file_vanishes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up(cache, SPEC)
     (size,) = (entry.bytes for entry in entries(cache))

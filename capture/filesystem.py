@@ -32,7 +32,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 def filesystem_type(path: Path, mounts: Path = _MOUNTS) -> str:
     """The type of the file system that ``path`` (or its nearest parent that exists) is on; "" if unknown."""
     try:
-        lines = os.fsdecode(mounts.read_bytes()).rstrip("\n").split("\n")  # a path is bytes, with any blank but these
+        lines = os.fsdecode(mounts.read_bytes()).rstrip("\n").split("\n")  # of any bytes and blanks but those escaped
     except OSError:
         return ""
     place = os.path.realpath(path)

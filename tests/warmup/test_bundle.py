@@ -287,6 +287,13 @@ def test_a_damaged_entry_is_not_packed(cache: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*bundle*"))
 
 
+def test_a_file_name_that_unpack_would_refuse_is_not_packed(cache: Path, tmp_path: Path) -> None:
+    warm_up(cache, toy_spec(FileUnit(key="kernel", files=("line\nbreak",))))
+    with pytest.raises(BundleError, match=r"'triton/kernel/line\\nbreak'"):
+        pack(WarmupManager(cache).plan(toy_spec(FileUnit(key="kernel"))).directory, str(tmp_path / "bundle.tar.zst"))
+    assert not (tmp_path / "bundle.tar.zst").exists()
+
+
 def test_an_entry_without_manifest_is_not_packed(cache: Path, tmp_path: Path) -> None:
     WarmupManager(cache).plan(SPEC).store.prepare()
     with pytest.raises(CacheCorruptError, match="has no manifest"):

@@ -41,13 +41,23 @@ _applied: dict[str, str] = {}  # what this process set: not a user's setting
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """``cache_dir``, else ``$MLA_WARMUP_CACHE``, else the user's cache directory. Nothing is created."""
-    chosen = cache_dir or os.environ.get("MLA_WARMUP_CACHE")
-    if not chosen:
-        import platformdirs
+    """``cache_dir``, else ``$MLA_WARMUP_CACHE``, else the user's cache directory. Nothing is created.
 
-        chosen = platformdirs.user_cache_dir("mla-ops", appauthor=False)
-    return Path(chosen).expanduser().absolute()
+    Raises:
+        CacheAccessError: that is below a home directory, and the user has none.
+    """
+    chosen = cache_dir or os.environ.get("MLA_WARMUP_CACHE")
+    try:
+        if not chosen:
+            import platformdirs
+
+            chosen = platformdirs.user_cache_dir("mla-ops", appauthor=False)
+        return Path(chosen).expanduser().absolute()
+    except RuntimeError as error:
+        raise CacheAccessError(
+            f"there is no home directory ({error}); choose a cache directory by its whole path with --cache-dir, "
+            "$MLA_WARMUP_CACHE or WarmupManager(cache_dir=...)"
+        ) from error
 
 
 def check_access(directory: Path) -> None:

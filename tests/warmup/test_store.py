@@ -330,6 +330,16 @@ def test_the_root_is_chosen_by_argument_then_variable_then_user(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("chosen", [None, "~/cache"])
+def test_without_a_home_directory_the_remedy_is_said(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as for the user of a container that no passwd file knows."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    with pytest.raises(CacheAccessError, match="MLA_WARMUP_CACHE"):
+        cache_root(chosen)
+
+
 def test_a_failed_write_keeps_the_old_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "manifest.json"
     write_durably(path, b"old")

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -368,7 +368,11 @@ class CacheStore:
                 for file in files:
                     if not file.endswith(".lock") and not file.startswith("lock_"):
                         path = os.path.join(parent, file)
-                        yield os.path.relpath(path, self.directory), os.lstat(path)
+                        try:
+                            status = os.lstat(path)
+                        except FileNotFoundError:  # some compiler's temporary file
+                            continue
+                        yield os.path.relpath(path, self.directory), status
 
     def _is_new(self, path: str, status: os.stat_result, manifest: Manifest) -> bool:
         if not stat.S_ISREG(status.st_mode) or path.endswith(".tmp"):
@@ -387,7 +391,8 @@ class CacheStore:
         for path in sorted(reasons):
             if os.path.lexists(self.directory / path):
                 (quarantine / path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                os.replace(self.directory / path, quarantine / path)
+                with suppress(FileNotFoundError):  # it vanished since
+                    os.replace(self.directory / path, quarantine / path)
             self._seen.pop(path, None)
         return [f"{path}: {reason}" for path, reason in sorted(reasons.items())]
 

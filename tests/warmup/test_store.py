@@ -361,6 +361,17 @@ def test_an_unfinished_manifest_is_set_aside(cache: Path) -> None:
     assert [line.split(":")[0] for line in report.quarantined] == [".manifest.json.abc.tmp"]
 
 
+def test_a_temporary_file_that_vanishes_meanwhile_is_no_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CacheStore(cache, Fingerprint({}))
+    store.prepare()
+    (store.directory / "triton/kernel").write_text("code")
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda top: ((where, some, ["gone", *files]) for where, some, files in walk(top)))
+    assert store.record("unit", "kernel", 1.0).files == ("triton/kernel",)
+    (store.directory / "triton/stray").write_text("half")
+    assert [line.split(":")[0] for line in store.set_aside_strays()] == ["triton/stray"]
+
+
 def test_a_sound_file_is_read_once_by_one_store(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up(cache)
     store = CacheStore(cache, WarmupManager(cache).plan(SPEC).fingerprint)

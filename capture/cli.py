@@ -179,6 +179,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _run(manager: WarmupManager, plan: WarmupPlan, arguments: argparse.Namespace, *, prove_again: bool = False) -> int:
+    from capture.guard import mode_from_environment
+
+    try:
+        mode_from_environment()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     report = manager.run(plan, progress=not arguments.quiet, prove_again=prove_again)
     if getattr(arguments, "trace", None):
         from capture.trace import chrome_trace

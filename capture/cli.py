@@ -186,10 +186,6 @@ def _run(manager: WarmupManager, plan: WarmupPlan, arguments: argparse.Namespace
     except ValueError as error:
         raise UsageError(str(error)) from None
     report = manager.run(plan, progress=not arguments.quiet, prove_again=prove_again)
-    if getattr(arguments, "trace", None):
-        from capture.trace import chrome_trace
-
-        write_json(arguments.trace, chrome_trace([report]))
     if arguments.json:
         print_json(report.to_json())
     elif not arguments.quiet:
@@ -197,6 +193,10 @@ def _run(manager: WarmupManager, plan: WarmupPlan, arguments: argparse.Namespace
     for unit in report.units:
         if unit.state in ("failed", "skipped"):
             print(f"mla-warmup: {unit.state}: {unit.key}: {unit.reason}", file=sys.stderr)
+    if getattr(arguments, "trace", None):
+        from capture.trace import chrome_trace
+
+        write_json(arguments.trace, chrome_trace([report]))
     return _DONE if report.ok else _FAILED
 
 

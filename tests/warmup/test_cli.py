@@ -384,6 +384,13 @@ def test_a_run_is_written_as_a_trace(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
+def test_a_trace_that_cannot_be_written_costs_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "build", *TOY, "--json", "--quiet", "--trace", str(tmp_path / "none/trace.json"))
+    assert code == 1
+    assert WarmupReport.from_json(json.loads(out)).ok
+    assert "none/trace.json" in err
+
+
 def test_reports_are_written_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = []
     for name in ("cold", "warm"):

@@ -121,6 +121,8 @@ def _spec(model: str, options: BuildOptions) -> WarmupSpec:
         except refusals as error:
             raise UsageError(f"--model {model}: {error}") from None
     else:
+        if not module or module.startswith("."):
+            raise UsageError(f"--model {model}: before the colon must be a module's whole name")
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # as `python -m` does; an installed command's path lacks it
         try:

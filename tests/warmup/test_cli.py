@@ -93,6 +93,8 @@ def test_the_device_is_opened_before_torch_is_needed(
         ("unpack", "a.tar.zst"),
         ("unpack", "a.tar.zst", "--digest", "sha256:12"),
         ("pull", "folder", *TOY, "--digest", f"sha256:{'0' * 64}", "--elsewhere"),
+        ("status", "--model", ":factory", "--device", "cpu"),
+        ("status", "--model", ".toys:factory", "--device", "cpu"),
         ("exec", "--label", "a"),
         ("exec", "--device", "cpu", "--json", "--", "true"),
         ("exec", "--device", "cpu", "--label", "a b", "--", "true"),

@@ -87,8 +87,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     process: subprocess.Popen[bytes] | None = None
 
     def forward(number: int, frame: object) -> None:
-        if number == signal.SIGINT:
-            return  # a terminal sends it to the child as well
+        if number == signal.SIGINT and _is_in_foreground():
+            return  # the terminal sends it to the child as well
         if process is None:
             early.append(number)
         else:
@@ -103,6 +103,20 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_in_foreground() -> bool:
+    """Whether a terminal's keys signal this process, and with it all of its group."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 def _prepare(store: CacheStore, say: Callable[[str], None]) -> dict[str, str]:

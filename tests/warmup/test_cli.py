@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -334,27 +337,41 @@ def test_what_a_killed_program_left_is_not_kept(cache: Path, capsys: pytest.Capt
     assert "is not entered" in err
 
 
-def test_a_server_is_told_to_end_and_its_files_are_kept(cache: Path) -> None:
-    program = """
-import os, signal, sys
-signal.signal(signal.SIGTERM, lambda *arguments: sys.exit(0))
-open(os.environ["TRITON_CACHE_DIR"] + "/kernel", "w").write("code")
-print("ready", flush=True)
-signal.pause()
-"""
+@contextmanager
+def started(program: str, number: signal.Signals, action: signal.Handlers) -> Iterator[subprocess.Popen[str]]:
+    """``exec --keep`` of ``program``, which said that it is ready; ``action`` is what it inherits for a signal."""
     command = [sys.executable, "-m", "capture.cli", "exec", "--device", "cpu", "--label", "server", "--keep", "--"]
-    server = subprocess.Popen(
-        [*command, sys.executable, "-c", program],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    before = signal.signal(number, action)
+    try:
+        server = subprocess.Popen(
+            [*command, sys.executable, "-c", program],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # without a terminal, which would tell the server itself
+        )
+    finally:
+        signal.signal(number, before)
     with server:
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
-        server.terminate()
-        _, errors = server.communicate(timeout=60)
+        yield server
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_server_is_told_to_end_and_its_files_are_kept(name: str, cache: Path) -> None:
+    program = f"""
+import os, signal, sys
+signal.signal(signal.{name}, lambda *arguments: sys.exit(0))
+open(os.environ["TRITON_CACHE_DIR"] + "/kernel", "w").write("code")
+print("ready", flush=True)
+signal.alarm(60)
+signal.pause()
+"""
+    with started(program, signal.Signals[name], signal.SIG_DFL) as server:
+        server.send_signal(signal.Signals[name])
+        _, errors = server.communicate(timeout=90)
     assert (server.returncode, "kept 1 file (" in errors) == (0, True), errors
     assert list(cache.glob("*/triton/kernel"))
 

@@ -94,7 +94,9 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         else:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in _ENDINGS}
+    # Under nohup a signal is ignored, by the child too: a handler here would end that.
+    heeded = [number for number in _ENDINGS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heeded}
     try:
         process = subprocess.Popen(command, env=environment)
         for number in early:

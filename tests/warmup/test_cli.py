@@ -338,8 +338,10 @@ def test_what_a_killed_program_left_is_not_kept(cache: Path, capsys: pytest.Capt
 
 
 @contextmanager
-def started(program: str, number: signal.Signals, action: signal.Handlers) -> Iterator[subprocess.Popen[str]]:
-    """``exec --keep`` of ``program``, which said that it is ready; ``action`` is what it inherits for a signal."""
+def started(
+    program: str, number: signal.Signals, action: signal.Handlers, said: str = "ready\n"
+) -> Iterator[subprocess.Popen[str]]:
+    """``exec --keep`` of ``program``, once it said so; ``action`` is what it inherits for a signal."""
     command = [sys.executable, "-m", "capture.cli", "exec", "--device", "cpu", "--label", "server", "--keep", "--"]
     before = signal.signal(number, action)
     try:
@@ -355,7 +357,7 @@ def started(program: str, number: signal.Signals, action: signal.Handlers) -> It
         signal.signal(number, before)
     with server:
         assert server.stdout is not None
-        assert server.stdout.readline() == "ready\n"
+        assert server.stdout.readline() == said
         yield server
 
 
@@ -374,6 +376,16 @@ signal.pause()
         _, errors = server.communicate(timeout=90)
     assert (server.returncode, "kept 1 file (" in errors) == (0, True), errors
     assert list(cache.glob("*/triton/kernel"))
+
+
+def test_a_signal_that_is_ignored_stays_so_for_the_program() -> None:
+    """As under ``nohup``."""
+    program = """
+import signal
+print("ready", signal.getsignal(signal.SIGHUP).name, flush=True)
+"""
+    with started(program, signal.SIGHUP, signal.SIG_IGN, "ready SIG_IGN\n") as server:
+        assert server.wait(60) == 0
 
 
 def test_a_read_only_cache_keeps_nothing_of_a_program(

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from capture.errors import CacheError
 from capture.fingerprint import Fingerprint, environment_fields
 from capture.store import CacheStore, cache_root
 
@@ -67,18 +68,23 @@ def run_and_keep(store: CacheStore, command: Sequence[str], label: str, say: Cal
     begun = time.monotonic()
     environment = _prepare(store, say)
     status = _run(command, environment)
+    code = status if status >= 0 else 128 - status
     if status < 0 and -status not in _ENDINGS:
         say(f"{command[0]} was ended by signal {-status}: what it left is not entered into the cache")
-        return 128 - status
+        return code
     if store.place != store.directory:
         say(f"{store.directory} is read-only: nothing is entered into the cache")
-        return status if status >= 0 else 128 - status
-    with store.hold(_PATIENCE, say):
-        store.check()  # so that only what is new or changed is entered
-        record = store.record(f"command {label}", "command", time.monotonic() - begun)
+        return code
+    try:
+        with store.hold(_PATIENCE, say):
+            store.check()  # so that only what is new or changed is entered
+            record = store.record(f"command {label}", "command", time.monotonic() - begun)
+    except (CacheError, OSError) as error:
+        say(f"what {command[0]} left is not entered into the cache: {error}")
+        return code
     files = "1 file" if len(record.files) == 1 else f"{len(record.files)} files"
     say(f"kept {files} ({record.bytes} bytes) in {store.directory}")
-    return status if status >= 0 else 128 - status
+    return code
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:

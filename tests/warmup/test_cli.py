@@ -388,6 +388,15 @@ print("ready", signal.getsignal(signal.SIGHUP).name, flush=True)
         assert server.wait(60) == 0
 
 
+def test_the_exit_status_is_the_programs_also_if_nothing_can_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    program = "import os, sys; os.chmod(os.path.dirname(os.environ['TRITON_CACHE_DIR']), 0o777); sys.exit(3)"
+    arguments = ("exec", "--device", "cpu", "--label", "server", "--keep", "--", sys.executable, "-c", program)
+    code, _, err = run(capsys, *arguments)
+    assert code == 3
+    assert "is not entered into the cache: " in err
+    assert "can be written by others" in err
+
+
 def test_a_read_only_cache_keeps_nothing_of_a_program(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,8 +31,7 @@ def run_program(arguments: argparse.Namespace) -> int:
             raise UsageError(str(error)) from None
     if arguments.keep:
         return run_and_keep(store, command, label, _say)
-    execute(store, command, _say)
-    raise AssertionError("unreachable: this process became another program")
+    return execute(store, command, _say)
 
 
 def bench(arguments: argparse.Namespace) -> int:

@@ -45,15 +45,22 @@ def entry_of_command(
     return CacheStore(cache_root(cache_dir), fingerprint)
 
 
-def execute(store: CacheStore, command: Sequence[str], say: Callable[[str], None]) -> None:
-    """Become ``command``, with the environment of the entry: checked, made if it is not there. Returns never.
+def execute(store: CacheStore, command: Sequence[str], say: Callable[[str], None]) -> int:
+    """Become ``command``, with the environment of the entry: checked, made if it is not there.
+
+    Over a read-only cache ``command`` is run as a child instead: its overlay must go after it, and not stay for good.
+
+    Returns:
+        of a child, the exit status as :func:`run_and_keep` returns it.
 
     Raises:
         CacheAccessError: the entry cannot be used.
         OSError: there is no such program.
     """
     environment = _prepare(store, say)
-    os.execvpe(command[0], list(command), environment)
+    if store.place == store.directory:
+        os.execvpe(command[0], list(command), environment)
+    return _code(_run(command, environment))
 
 
 def run_and_keep(store: CacheStore, command: Sequence[str], label: str, say: Callable[[str], None]) -> int:
@@ -68,7 +75,7 @@ def run_and_keep(store: CacheStore, command: Sequence[str], label: str, say: Cal
     begun = time.monotonic()
     environment = _prepare(store, say)
     status = _run(command, environment)
-    code = status if status >= 0 else 128 - status
+    code = _code(status)
     if status < 0 and -status not in _ENDINGS:
         say(f"{command[0]} was ended by signal {-status}: what it left is not entered into the cache")
         return code
@@ -111,6 +118,10 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _code(status: int) -> int:
+    return status if status >= 0 else 128 - status
 
 
 def _is_in_foreground() -> bool:

@@ -14,6 +14,7 @@ import pytest
 
 from capture.buckets import default_batch_sizes
 from capture.cli import main
+from capture.execute import entry_of_command
 from capture.report import WarmupReport
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -405,6 +406,25 @@ def test_a_read_only_cache_keeps_nothing_of_a_program(
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     code, _, err = run(capsys, *arguments)
     assert (code, "nothing is entered" in err) == (0, True)
+
+
+def test_the_links_to_a_read_only_cache_go_with_the_program(tmp_path: Path) -> None:
+    program = """
+import os, sys
+os.access = lambda path, mode, **options: not mode & os.W_OK  # root may write anywhere
+from capture.cli import main
+show = "import os, sys; print(os.path.isdir(os.path.dirname(os.environ['TRITON_CACHE_DIR']))); sys.exit(7)"
+sys.exit(main(["exec", "--device", "cpu", "--label", "server", "--", sys.executable, "-c", show]))
+"""
+    entry_of_command("server", device="cpu").prepare()
+    (tmp_path / "temporary").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY, env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (7, "True\n"), done.stderr
+    assert not list((tmp_path / "temporary").glob("mla-warmup-*"))
 
 
 def test_bench_repeats_cold_and_warm_starts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from capture.cli_support import (
     UsageError,
     add_model_options,
     count,
+    device,
     duration,
     make_plan,
     positive,
@@ -121,7 +122,9 @@ def _add_verbs_over_the_cache(commands: Any) -> None:
         command.add_argument("--digest", required=True, help="sha256:..., as pack or push printed it")
         command.add_argument("--elsewhere", action="store_true", help="for another machine (an image): fit no device")
         command.add_argument("--max-size", type=size, metavar="SIZE", help="refuse a larger bundle (default 32G)")
-    unpack.add_argument("--device", help="that the bundle must fit (default: cuda if there is one, else cpu)")
+    unpack.add_argument(
+        "--device", type=device, help="that the bundle must fit (default: cuda if there is one, else cpu)"
+    )
     program = _add(commands, "exec", cli_run.run_program, "run a program, such as a server, over an entry: -- CMD")
     program.add_argument("--label", help="name of the entry (default: the program's name)")
     program.add_argument("--keep", action="store_true", help="enter what the program compiled into the cache")

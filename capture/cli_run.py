@@ -7,7 +7,16 @@ import json
 import os
 import sys
 
-from capture.cli_support import UsageError, make_plan, model_arguments, print_json, print_rich, write_json, write_text
+from capture.cli_support import (
+    UsageError,
+    check_device,
+    make_plan,
+    model_arguments,
+    print_json,
+    print_rich,
+    write_json,
+    write_text,
+)
 
 __all__ = ["bench", "report", "run_program"]
 
@@ -25,6 +34,8 @@ def run_program(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         store = make_plan(arguments)[1].store
     else:
+        if arguments.device is not None:
+            check_device(arguments.device)
         try:
             store = entry_of_command(label, cache_dir=arguments.cache_dir, device=arguments.device)
         except ValueError as error:

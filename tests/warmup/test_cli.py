@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from capture.buckets import default_batch_sizes
 from capture.cli import main
@@ -99,6 +100,10 @@ def test_the_device_is_opened_before_torch_is_needed(
         ("pull", "folder", *TOY, "--digest", f"sha256:{'0' * 64}", "--elsewhere"),
         ("status", "--model", ":factory", "--device", "cpu"),
         ("status", "--model", ".toys:factory", "--device", "cpu"),
+        ("status", "--model", "deepseek-v2-lite", "--device", "xyz"),
+        ("status", "--model", "deepseek-v2-lite", "--device", "cuda:x"),
+        ("unpack", "a.tar.zst", "--digest", f"sha256:{'0' * 64}", "--device", "meta"),
+        ("exec", "--device", "xyz", "--label", "a", "--", "true"),
         ("exec", "--label", "a"),
         ("exec", "--device", "cpu", "--json", "--", "true"),
         ("exec", "--device", "cpu", "--label", "a b", "--", "true"),
@@ -111,6 +116,23 @@ def test_wrong_usage_is_2_and_says_why(arguments: tuple[str, ...], capsys: pytes
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert "mla-warmup" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status", "--model", "deepseek-v2-lite"),
+        ("exec", "--label", "a"),
+    ],
+    ids=" ".join,
+)
+def test_a_gpu_that_is_not_there_is_said(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    code, _, err = run(capsys, *arguments, "--device", "cuda", *(["--", "true"] if arguments[0] == "exec" else []))
+    assert code == 2
+    assert err == "mla-warmup: device cuda is not here: GPUs that torch finds: 0\n"
 
 
 def test_build_is_0_and_prints_one_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,8 @@ _DONE, _FAILED, _USAGE = 0, 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``mla-warmup`` with ``argv`` (default: the process's). Returns 0 done, 1 failed, 2 wrong usage."""
+    if sys.stderr is None:  # closed: else messages would go to stdout, and a file of the cache would get its number
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)
     try:

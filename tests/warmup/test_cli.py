@@ -449,6 +449,14 @@ sys.exit(main(["exec", "--device", "cpu", "--label", "server", "--", sys.executa
     assert not list((tmp_path / "temporary").glob("mla-warmup-*"))
 
 
+@pytest.mark.parametrize("model", [TOY, FAILING], ids=["good", "failing"])
+def test_with_stderr_closed_stdout_holds_the_report_alone(model: tuple[str, ...]) -> None:
+    command = f"{sys.executable} -m capture.cli build {' '.join(model)} --json 2>&-"
+    done = subprocess.run(["sh", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    report = WarmupReport.from_json(json.loads(done.stdout))
+    assert (done.returncode, report.ok) == ((1, False) if model is FAILING else (0, True))
+
+
 def test_bench_repeats_cold_and_warm_starts(capsys: pytest.CaptureFixture[str]) -> None:
     code, raw = run_json(capsys, "bench", *TOY, "--repeat", "1", "--quiet")
     assert code == 0

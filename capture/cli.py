@@ -35,11 +35,15 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_DONE, _FAILED, _USAGE = 0, 1, 2
+_DONE, _FAILED, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``mla-warmup`` with ``argv`` (default: the process's). Returns 0 done, 1 failed, 2 wrong usage."""
+    """Run ``mla-warmup`` with ``argv`` (default: the process's).
+
+    Returns:
+        0 done, 1 failed, 2 wrong usage, 130 interrupted.
+    """
     if sys.stderr is None:  # closed: else messages would go to stdout, and a file of the cache would get its number
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     given = list(sys.argv[1:] if argv is None else argv)
@@ -62,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("MLA_WARMUP_TRACEBACK"):
             raise
         return _FAILED
+    except KeyboardInterrupt:
+        print("mla-warmup: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     except Exception:  # a bug, ours or of the user's factory, keeps its traceback
         traceback.print_exc()
         return _FAILED
@@ -71,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mla-warmup",
         description="Build kernels and compiled graphs once, keep them in a checked cache, start warm.",
-        epilog="Exit status: 0 done, 1 failed, 2 wrong usage. MLA_WARMUP_TRACEBACK=1 shows the traceback of a failure.",
+        epilog="Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted. "
+        "MLA_WARMUP_TRACEBACK=1 shows the traceback of a failure.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_verbs_over_a_model(commands)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -455,6 +456,44 @@ def test_with_stderr_closed_stdout_holds_the_report_alone(model: tuple[str, ...]
     done = subprocess.run(["sh", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     report = WarmupReport.from_json(json.loads(done.stdout))
     assert (done.returncode, report.ok) == ((1, False) if model is FAILING else (0, True))
+
+
+HELD = """
+import pathlib, time
+from tests.warmup.toys import CallUnit, toy_spec
+
+def hold():
+    pathlib.Path("begun").touch()
+    time.sleep(60)
+
+def factory(options):
+    return toy_spec(CallUnit(key="held", call=hold, phase="kernels", persistent=True))
+"""
+
+
+@pytest.mark.parametrize(("verb", "name"), [("build", "SIGINT"), ("bench", "SIGINT"), ("bench", "SIGTERM")])
+def test_an_interrupt_is_said_in_a_line_and_leaves_nothing_behind(verb: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "held.py").write_text(HELD)
+    (tmp_path / "temporary").mkdir()
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # not ignored, as in a job in the background
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "capture.cli", verb, "--model", "held:factory", "--device", "cpu", "--quiet"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path / "temporary")},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.Signals[name])
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "mla-warmup: interrupted\n")
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_bench_repeats_cold_and_warm_starts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,8 +65,7 @@ def distance(actual: Tensor, expected: Tensor, dim: int | None = 0) -> Distance:
             return Distance(True, 0.0, 0, "")
         return Distance(False, float("inf"), int(wrong.int().argmax()), "values differ")
     limit = _limit(actual.dtype)
-    wide = torch.float32 if actual.dtype.itemsize <= 2 else torch.float64
-    a, e = a.to(wide), e.to(wide)
+    a, e = _widened(a), _widened(e)
     nan = (a.isnan() | e.isnan()).any(1)
     infinite = ((a.isinf() | e.isinf()) & (a != e)).any(1)
     finite = a.isfinite() & e.isfinite()
@@ -97,7 +96,7 @@ def within_rounding(actual: Tensor, expected: Tensor, written: Tensor) -> Tensor
     a, e = actual.contiguous().view(-1), expected.contiguous().view(-1)
     if not actual.dtype.is_floating_point:
         return a == e
-    a, e = a.float(), e.float()
+    a, e = _widened(a), _widened(e)
     values = e[written & e.isfinite()]
     rms = values.square().mean().sqrt() if values.numel() else values.new_zeros(())
     return (a - e).abs() <= _MAX_ABS_FACTOR * _limit(actual.dtype) * rms
@@ -130,6 +129,11 @@ def differing(actual: Mapping[_Name, Tensor], expected: Mapping[_Name, Tensor]) 
 def _limit(dtype: torch.dtype) -> float:
     steps = _NARROW_STEPS if dtype.itemsize <= 2 else _WIDE_STEPS
     return min(steps * torch.finfo(dtype).eps, _LARGEST)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """In a dtype whose own rounding does not show."""
+    return tensor.to(torch.float32 if tensor.dtype.itemsize <= 2 else torch.float64)
 
 
 def as_integers(tensor: Tensor) -> Tensor:

@@ -250,6 +250,18 @@ def test_a_nan_has_the_same_bits_as_itself_also_in_a_complex_tensor() -> None:
     assert not same_bits(values, torch.tensor([complex("nan"), -0j], dtype=torch.complex128))
 
 
+@pytest.mark.parametrize("size", [1e-12, 1e-9])
+def test_pads_that_change_a_double_state_a_little_are_found(size: float) -> None:
+    state = torch.zeros(4, dtype=torch.float64)
+
+    def step(x: Tensor, slots: Tensor) -> Tensor:
+        state.add_((slots < 0).sum() * size)
+        return x * 1
+
+    with pytest.raises(VerificationError, match="state 'state'"):
+        runner_of(step, state={"state": state}, make_inputs=make_inputs).capture()
+
+
 def test_a_complex_nan_in_a_pad_row_is_found() -> None:
     def step(x: Tensor, slots: Tensor) -> Tensor:
         return torch.complex(x, torch.where(slots[:, None] < 0, torch.nan, x))

@@ -7,6 +7,7 @@ stderr.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if sys.stderr is None:  # closed: else messages would go to stdout, and a file of the cache would get its number
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may hold any byte
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)
     try:

@@ -458,6 +458,16 @@ def test_with_stderr_closed_stdout_holds_the_report_alone(model: tuple[str, ...]
     assert (done.returncode, report.ok) == ((1, False) if model is FAILING else (0, True))
 
 
+def test_what_the_encoding_of_stdout_lacks_is_escaped(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "capture.cli", "status", *TOY, "--cache-dir", str(tmp_path / "caché")],
+        cwd=REPOSITORY, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "cach\\xe9" in done.stdout
+
+
 HELD = """
 import pathlib, time
 from tests.warmup.toys import CallUnit, toy_spec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import sys
 
@@ -31,6 +32,8 @@ def run_program(arguments: argparse.Namespace) -> int:
     command = arguments.program
     if not command:
         raise UsageError("exec needs the command to run, after --")
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"there is no program {command[0]}")
     label = arguments.label or os.path.basename(command[0])
     if arguments.model is not None:
         store = make_plan(arguments)[1].store

@@ -458,6 +458,15 @@ def test_with_stderr_closed_stdout_holds_the_report_alone(model: tuple[str, ...]
     assert (done.returncode, report.ok) == ((1, False) if model is FAILING else (0, True))
 
 
+@pytest.mark.parametrize("keep", [(), ("--keep",)], ids=["become", "keep"])
+def test_a_program_that_is_not_there_is_named_and_makes_no_entry(
+    keep: tuple[str, ...], cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, "exec", "--device", "cpu", *keep, "--", "no-such-program", "--port", "1")
+    assert (code, err) == (2, "mla-warmup: there is no program no-such-program\n")
+    assert not cache.exists()
+
+
 def test_what_the_encoding_of_stdout_lacks_is_escaped(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "capture.cli", "status", *TOY, "--cache-dir", str(tmp_path / "caché")],

@@ -299,7 +299,11 @@ class CacheStore:
         """Needs no lock: each file is replaced at once, and every process writes the same."""
         for path in moved:
             file = self.directory / path
-            write_durably(file, located(file.read_bytes(), file.parent))
+            data = located(file.read_bytes(), file.parent)
+            try:
+                write_durably(file, data)
+            except FileNotFoundError:  # a build that just began has set aside what was half-written, this too
+                write_durably(file, data)
             self._seen[path] = _identity(file.lstat())
 
     def _check_access(self) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from capture import CacheStore, Fingerprint, WarmupManager, WarmupReport, Warmup
 from capture.errors import CacheAccessError, CacheCorruptError
 from capture.manifest import FileRecord, Manifest, UnitRecord, write_durably
 from capture.store import cache_root
-from tests.warmup.toys import kernels, toy_spec
+from tests.warmup.toys import FileUnit, kernels, toy_spec
 
 SPEC = toy_spec(*kernels(2))
 FILES = [f"triton/kernel-{unit}/kernel.{kind}" for unit in range(2) for kind in ("bin", "json")]
@@ -243,6 +245,35 @@ def test_a_copied_cache_is_warm_at_its_new_place(cache: Path, tmp_path: Path) ->
     warm_up(cache)
     cache.rename(tmp_path / "elsewhere")
     assert states(warm_up(tmp_path / "elsewhere")) == ["hit", "hit"]
+
+
+def test_a_build_beside_a_start_over_a_copied_cache_does_not_end_it(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The build sets unlisted files aside, and with them what the start is writing."""
+    group = toy_spec(FileUnit(key="kernel", files=("__grp__kernel.json",)))
+    warm_up(cache, group)
+    (listed,) = cache.glob("*/triton/kernel/__grp__kernel.json")
+    store = CacheStore(cache, WarmupManager(cache).plan(group).fingerprint)
+    listed.write_text(json.dumps({"child_paths": {"kernel.bin": str(listed.with_name("kernel.bin"))}}))
+    with store.hold(1.0, print):
+        store.check()
+        store.record("kernel", "kernel", 1.0)
+    shutil.copytree(cache, tmp_path / "copy")
+    builder = CacheStore(tmp_path / "copy", store.fingerprint)
+    replace, builds = os.replace, ["one"]
+
+    def replace_after_a_build(source: Any, target: Any) -> None:
+        if builds and Path(target).name == "__grp__kernel.json":
+            builds.clear()
+            assert builder.repair(builder.check())
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_after_a_build)
+    report = warm_up(tmp_path / "copy", group)
+    assert (states(report), builds) == (["hit"], [])
+    (moved,) = (tmp_path / "copy").glob("*/triton/kernel/__grp__kernel.json")
+    assert json.loads(moved.read_text())["child_paths"] == {"kernel.bin": str(moved.with_name("kernel.bin"))}
 
 
 def test_directories_are_the_owners_alone(cache: Path) -> None:

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from capture import cli_cache, cli_run
@@ -201,7 +202,8 @@ def _run(manager: WarmupManager, plan: WarmupPlan, arguments: argparse.Namespace
         mode_from_environment()
     except ValueError as error:
         raise UsageError(str(error)) from None
-    report = manager.run(plan, progress=not arguments.quiet, prove_again=prove_again)
+    with redirect_stdout(sys.stderr):  # what units print is no data
+        report = manager.run(plan, progress=not arguments.quiet, prove_again=prove_again)
     if arguments.json:
         print_json(report.to_json())
     elif not arguments.quiet:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,9 @@ def make_plan(arguments: argparse.Namespace) -> tuple[WarmupManager, WarmupPlan]
     if arguments.target is None:
         prepare(arguments.device or ("cuda" if any(map(os.path.exists, _GPU_NODES)) else "cpu"))
     manager = WarmupManager(arguments.cache_dir, workers=getattr(arguments, "workers", None))
-    return manager, manager.plan(_spec(arguments.model, _options(arguments)))
+    with redirect_stdout(sys.stderr):  # what the model prints is no data
+        spec = _spec(arguments.model, _options(arguments))
+    return manager, manager.plan(spec)
 
 
 def _options(arguments: argparse.Namespace) -> BuildOptions:

@@ -458,6 +458,25 @@ def test_with_stderr_closed_stdout_holds_the_report_alone(model: tuple[str, ...]
     assert (done.returncode, report.ok) == ((1, False) if model is FAILING else (0, True))
 
 
+def test_what_a_model_prints_is_no_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "chatty.py").write_text("""
+from tests.warmup.toys import CallUnit, toy_spec
+
+print("import")
+
+def factory(options):
+    print("factory")
+    return toy_spec(CallUnit(key="unit", call=lambda: print("unit"), phase="kernels", persistent=True))
+""")
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "build", "--model", "chatty:factory", "--device", "cpu", "--json", "--quiet")
+    assert code == 0
+    assert WarmupReport.from_json(json.loads(out)).ok
+    assert err.split() == ["import", "factory", "unit"]
+
+
 @pytest.mark.parametrize("keep", [(), ("--keep",)], ids=["become", "keep"])
 def test_a_program_that_is_not_there_is_named_and_makes_no_entry(
     keep: tuple[str, ...], cache: Path, capsys: pytest.CaptureFixture[str]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from capture.errors import CacheError
 from capture.fingerprint import Fingerprint, environment_fields
@@ -151,4 +152,6 @@ def _prepare(store: CacheStore, say: Callable[[str], None]) -> dict[str, str]:
     for note in store.apply_environment(check):
         say(f"note: {note}")
     places = {name: str(store.place / place) for name, place in SERVER_VARIABLES.items()}
-    return {**places, **os.environ}
+    # A place below the root is an outer exec's, of another entry, and not the user's choice.
+    ours = {name for name in places if Path(os.environ.get(name, store.root)).is_relative_to(store.root)}
+    return {**os.environ, **{name: places[name] for name in ours}}

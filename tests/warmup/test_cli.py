@@ -339,6 +339,18 @@ def test_exec_runs_a_program_in_the_environment_of_an_entry(cache: Path) -> None
     assert vllm == triton.parent / "packages/vllm"
 
 
+def test_an_exec_inside_of_another_has_every_place_in_its_own_entry(cache: Path) -> None:
+    command = [sys.executable, "-m", "capture.cli", "exec", "--device", "cpu", "--label"]
+    program = "import os; print(os.environ['TRITON_CACHE_DIR']); print(os.environ['VLLM_CACHE_ROOT'])"
+    done = subprocess.run(
+        [*command, "outer", "--", *command, "inner", "--", sys.executable, "-c", program],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    triton, vllm = map(Path, done.stdout.split())
+    assert triton.parent == entry_of_command("inner", device="cpu").directory
+    assert vllm == triton.parent / "packages/vllm"
+
+
 def test_what_a_program_compiles_is_kept_and_checked(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = "import os; open(os.environ['TRITON_CACHE_DIR'] + '/kernel', 'w').write('code')"
     arguments = ("exec", "--device", "cpu", "--label", "server", "--keep", "--", sys.executable, "-c", program)

@@ -33,9 +33,12 @@ def write_archive(directory: Path, manifest: Manifest, target: IO[bytes]) -> Non
     """Write the files of ``manifest``, which lie in ``directory``, to ``target``.
 
     Raises:
+        BundleError: a file has a name that :func:`read_archive` refuses.
         CacheCorruptError: a file is not what the manifest says.
     """
     import zstandard
+
+    _check_names(manifest)
 
     with (
         zstandard.ZstdCompressor(level=_LEVEL).stream_writer(target, closefd=False) as packed,
@@ -87,11 +90,15 @@ def _read_manifest(tar: tarfile.TarFile, reader: _Limited) -> Manifest:
         return Manifest.parse(file.read())
 
 
-def _check(manifest: Manifest, max_bytes: int) -> None:
+def _check_names(manifest: Manifest) -> None:
     for path in manifest.files:
         plain = path.isprintable() and path == os.path.normpath(path)
         if not plain or path.split("/")[0] not in PAYLOAD or "/" not in path:
             raise BundleError(f"its manifest lists {path!r}, which is no place for a cached file")
+
+
+def _check(manifest: Manifest, max_bytes: int) -> None:
+    _check_names(manifest)
     if any(record.size < 0 for record in manifest.files.values()):
         raise BundleError("its manifest has a negative size")
     size = sum(record.size for record in manifest.files.values())

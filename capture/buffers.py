@@ -120,8 +120,8 @@ class StaticBuffers:
             indptr), and is 0 where no row is live.
 
     Raises:
-        ValueError: names differ, no input has a batch dimension, or an example does not fit its batch
-            dimension.
+        ValueError: names differ, no input has a batch dimension, an example does not fit its batch
+            dimension, or a pad value its dtype.
     """
 
     def __init__(
@@ -146,6 +146,11 @@ class StaticBuffers:
         for name, example in example_inputs.items():
             dim = _batch_dim(name, example, batch_dims[name], max_batch_size)
             self.slabs[name] = Slab(name, example.shape, example.dtype, device, dim)
+            if name in self.pad_values and not _can_hold(example.dtype, self.pad_values[name]):
+                raise ValueError(
+                    f"the pad value of {name!r}, {self.pad_values[name]!r}, is no {example.dtype}; give a number that "
+                    'it can hold, or "last"'
+                )
         lead = next((slab for slab in self.slabs.values() if slab.batch_dim is not None), None)
         if lead is None:
             raise ValueError("no input has a batch dimension; name one in batch_dims")
@@ -312,6 +317,20 @@ def poison_(tensor: Tensor) -> None:
             tensor.fill_(True)
         else:
             tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def _can_hold(dtype: torch.dtype, value: object) -> bool:
+    """Whether pad rows of ``dtype`` can hold ``value`` as it is: torch would cut 0.5 to 0, and wrap -1 to 255."""
+    if value == "last":
+        return True
+    if not isinstance(value, int | float):
+        return dtype.is_complex and isinstance(value, complex)
+    if dtype.is_floating_point or dtype.is_complex:
+        return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+    if dtype is torch.bool:
+        return value in (0, 1)
+    limits = torch.iinfo(dtype)
+    return limits.min <= value <= limits.max and value == int(value)
 
 
 def _batch_dim(name: str, example: Tensor, declared: int | BatchDim | None, max_batch_size: int) -> BatchDim | None:

@@ -114,12 +114,14 @@ def unpack(
     check_access(root)
     name = f"incoming-{expected[:20]}"
     with BuildLock(root / f"{name}.lock").hold(lock_timeout, say):
-        if done := _receipt(root, expected):
-            return done
         staging = root / name
-        shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
-        staging.mkdir(mode=0o700)
         try:
+            if done := _receipt(root, expected):
+                if not elsewhere:
+                    _refuse_foreign(CacheStore.of(root / done.entry).fingerprint.fields, device)
+                return done
+            shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
+            staging.mkdir(mode=0o700)
             size = _download(url, staging / "bundle.tar.zst", expected, max_bytes)
             with open(staging / "bundle.tar.zst", "rb") as file:
                 manifest = read_archive(file, staging, min(max_bytes, _free(root)))

@@ -7,10 +7,12 @@ stderr.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from capture import cli_cache, cli_run
@@ -18,6 +20,7 @@ from capture.cli_support import (
     UsageError,
     add_model_options,
     count,
+    device,
     duration,
     make_plan,
     positive,
@@ -34,11 +37,19 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_DONE, _FAILED, _USAGE = 0, 1, 2
+_DONE, _FAILED, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``mla-warmup`` with ``argv`` (default: the process's). Returns 0 done, 1 failed, 2 wrong usage."""
+    """Run ``mla-warmup`` with ``argv`` (default: the process's).
+
+    Returns:
+        0 done, 1 failed, 2 wrong usage, 130 interrupted.
+    """
+    if sys.stderr is None:  # closed: else messages would go to stdout, and a file of the cache would get its number
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may hold any byte
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)
     try:
@@ -59,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("MLA_WARMUP_TRACEBACK"):
             raise
         return _FAILED
+    except KeyboardInterrupt:
+        print("mla-warmup: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     except Exception:  # a bug, ours or of the user's factory, keeps its traceback
         traceback.print_exc()
         return _FAILED
@@ -68,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mla-warmup",
         description="Build kernels and compiled graphs once, keep them in a checked cache, start warm.",
-        epilog="Exit status: 0 done, 1 failed, 2 wrong usage. MLA_WARMUP_TRACEBACK=1 shows the traceback of a failure.",
+        epilog="Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted. "
+        "MLA_WARMUP_TRACEBACK=1 shows the traceback of a failure.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_verbs_over_a_model(commands)
@@ -121,7 +136,9 @@ def _add_verbs_over_the_cache(commands: Any) -> None:
         command.add_argument("--digest", required=True, help="sha256:..., as pack or push printed it")
         command.add_argument("--elsewhere", action="store_true", help="for another machine (an image): fit no device")
         command.add_argument("--max-size", type=size, metavar="SIZE", help="refuse a larger bundle (default 32G)")
-    unpack.add_argument("--device", help="that the bundle must fit (default: cuda if there is one, else cpu)")
+    unpack.add_argument(
+        "--device", type=device, help="that the bundle must fit (default: cuda if there is one, else cpu)"
+    )
     program = _add(commands, "exec", cli_run.run_program, "run a program, such as a server, over an entry: -- CMD")
     program.add_argument("--label", help="name of the entry (default: the program's name)")
     program.add_argument("--keep", action="store_true", help="enter what the program compiled into the cache")
@@ -179,11 +196,14 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _run(manager: WarmupManager, plan: WarmupPlan, arguments: argparse.Namespace, *, prove_again: bool = False) -> int:
-    report = manager.run(plan, progress=not arguments.quiet, prove_again=prove_again)
-    if getattr(arguments, "trace", None):
-        from capture.trace import chrome_trace
+    from capture.guard import mode_from_environment
 
-        write_json(arguments.trace, chrome_trace([report]))
+    try:
+        mode_from_environment()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    with redirect_stdout(sys.stderr):  # what units print is no data
+        report = manager.run(plan, progress=not arguments.quiet, prove_again=prove_again)
     if arguments.json:
         print_json(report.to_json())
     elif not arguments.quiet:
@@ -191,6 +211,10 @@ def _run(manager: WarmupManager, plan: WarmupPlan, arguments: argparse.Namespace
     for unit in report.units:
         if unit.state in ("failed", "skipped"):
             print(f"mla-warmup: {unit.state}: {unit.key}: {unit.reason}", file=sys.stderr)
+    if getattr(arguments, "trace", None):
+        from capture.trace import chrome_trace
+
+        write_json(arguments.trace, chrome_trace([report]))
     return _DONE if report.ok else _FAILED
 
 

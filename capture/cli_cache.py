@@ -7,7 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from capture.cli_support import UsageError, find_entry, make_plan, print_json
+from capture.cli_support import UsageError, check_device, find_entry, make_plan, print_json
 
 if TYPE_CHECKING:
     from capture.bundle import Bundle
@@ -97,6 +97,8 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         parse_digest(arguments.digest)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
+    if arguments.device is not None and not arguments.elsewhere:
+        check_device(arguments.device)
     options = {
         "digest": arguments.digest,
         "cache_dir": arguments.cache_dir,

@@ -5,9 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import signal
 import sys
 
-from capture.cli_support import UsageError, make_plan, model_arguments, print_json, print_rich, write_json, write_text
+from capture.cli_support import (
+    UsageError,
+    check_device,
+    make_plan,
+    model_arguments,
+    print_json,
+    print_rich,
+    write_json,
+    write_text,
+)
 
 __all__ = ["bench", "report", "run_program"]
 
@@ -21,18 +32,21 @@ def run_program(arguments: argparse.Namespace) -> int:
     command = arguments.program
     if not command:
         raise UsageError("exec needs the command to run, after --")
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"there is no program {command[0]}")
     label = arguments.label or os.path.basename(command[0])
     if arguments.model is not None:
         store = make_plan(arguments)[1].store
     else:
+        if arguments.device is not None:
+            check_device(arguments.device)
         try:
             store = entry_of_command(label, cache_dir=arguments.cache_dir, device=arguments.device)
         except ValueError as error:
             raise UsageError(str(error)) from None
     if arguments.keep:
         return run_and_keep(store, command, label, _say)
-    execute(store, command, _say)
-    raise AssertionError("unreachable: this process became another program")
+    return execute(store, command, _say)
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -40,7 +54,12 @@ def bench(arguments: argparse.Namespace) -> int:
     from capture.bench import measure_starts
 
     say = (lambda line: None) if arguments.quiet else _say
-    result = measure_starts(model_arguments(arguments), arguments.repeat, say)
+    # As an interrupt: else the start that runs would go on alone, and the caches stay.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        result = measure_starts(model_arguments(arguments), arguments.repeat, say)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if arguments.json:
         print_json(result.to_json())
     elif not arguments.quiet:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 __all__ = [
     "UsageError",
     "add_model_options",
+    "check_device",
     "count",
+    "device",
     "duration",
     "find_entry",
     "make_plan",
@@ -74,7 +77,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
         "--compile", action=argparse.BooleanOptionalAction, help="torch.compile blocks (default: where that is faster)"
     )
     parser.add_argument("--backend", help="auto (the default) or a backend's name")
-    parser.add_argument("--device", help="such as cuda, cuda:1 or cpu (default: cuda if there is one)")
+    parser.add_argument("--device", type=device, help="such as cuda, cuda:1 or cpu (default: cuda if there is one)")
     parser.add_argument(
         "--target", metavar="ARCH", help="only build kernels, for a GPU that need not be here: sm_90, gfx942"
     )
@@ -88,7 +91,9 @@ def make_plan(arguments: argparse.Namespace) -> tuple[WarmupManager, WarmupPlan]
     if arguments.target is None:
         prepare(arguments.device or ("cuda" if any(map(os.path.exists, _GPU_NODES)) else "cpu"))
     manager = WarmupManager(arguments.cache_dir, workers=getattr(arguments, "workers", None))
-    return manager, manager.plan(_spec(arguments.model, _options(arguments)))
+    with redirect_stdout(sys.stderr):  # what the model prints is no data
+        spec = _spec(arguments.model, _options(arguments))
+    return manager, manager.plan(spec)
 
 
 def _options(arguments: argparse.Namespace) -> BuildOptions:
@@ -104,10 +109,21 @@ def _options(arguments: argparse.Namespace) -> BuildOptions:
         import torch
 
         chosen["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.target is None:
+        check_device(chosen["device"])
     try:
         return BuildOptions(**chosen)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def check_device(name: str) -> None:
+    """Refuse a GPU that is not in this machine."""
+    import torch
+
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= (found := torch.cuda.device_count()):
+        raise UsageError(f"device {name} is not here: GPUs that torch finds: {found}")
 
 
 def _spec(model: str, options: BuildOptions) -> WarmupSpec:
@@ -121,6 +137,8 @@ def _spec(model: str, options: BuildOptions) -> WarmupSpec:
         except refusals as error:
             raise UsageError(f"--model {model}: {error}") from None
     else:
+        if not module or module.startswith("."):
+            raise UsageError(f"--model {model}: before the colon must be a module's whole name")
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # as `python -m` does; an installed command's path lacks it
         try:
@@ -235,6 +253,13 @@ def count(text: str) -> int:
 def numbers(text: str) -> tuple[int, ...]:
     """Positive integers, separated by commas."""
     return tuple(sorted({positive(part.strip()) for part in text.split(",")}))
+
+
+def device(text: str) -> str:
+    """A device, as torch names it; torch itself is not asked, for it is still to be imported."""
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device such as cpu, cuda or cuda:1")
+    return text
 
 
 def duration(text: str) -> float:

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+from capture.errors import CacheError
 from capture.fingerprint import Fingerprint, environment_fields
 from capture.store import CacheStore, cache_root
 
@@ -44,15 +46,22 @@ def entry_of_command(
     return CacheStore(cache_root(cache_dir), fingerprint)
 
 
-def execute(store: CacheStore, command: Sequence[str], say: Callable[[str], None]) -> None:
-    """Become ``command``, with the environment of the entry: checked, made if it is not there. Returns never.
+def execute(store: CacheStore, command: Sequence[str], say: Callable[[str], None]) -> int:
+    """Become ``command``, with the environment of the entry: checked, made if it is not there.
+
+    Over a read-only cache ``command`` is run as a child instead: its overlay must go after it, and not stay for good.
+
+    Returns:
+        of a child, the exit status as :func:`run_and_keep` returns it.
 
     Raises:
         CacheAccessError: the entry cannot be used.
         OSError: there is no such program.
     """
     environment = _prepare(store, say)
-    os.execvpe(command[0], list(command), environment)
+    if store.place == store.directory:
+        os.execvpe(command[0], list(command), environment)
+    return _code(_run(command, environment))
 
 
 def run_and_keep(store: CacheStore, command: Sequence[str], label: str, say: Callable[[str], None]) -> int:
@@ -67,18 +76,23 @@ def run_and_keep(store: CacheStore, command: Sequence[str], label: str, say: Cal
     begun = time.monotonic()
     environment = _prepare(store, say)
     status = _run(command, environment)
+    code = _code(status)
     if status < 0 and -status not in _ENDINGS:
         say(f"{command[0]} was ended by signal {-status}: what it left is not entered into the cache")
-        return 128 - status
+        return code
     if store.place != store.directory:
         say(f"{store.directory} is read-only: nothing is entered into the cache")
-        return status if status >= 0 else 128 - status
-    with store.hold(_PATIENCE, say):
-        store.check()  # so that only what is new or changed is entered
-        record = store.record(f"command {label}", "command", time.monotonic() - begun)
+        return code
+    try:
+        with store.hold(_PATIENCE, say):
+            store.check()  # so that only what is new or changed is entered
+            record = store.record(f"command {label}", "command", time.monotonic() - begun)
+    except (CacheError, OSError) as error:
+        say(f"what {command[0]} left is not entered into the cache: {error}")
+        return code
     files = "1 file" if len(record.files) == 1 else f"{len(record.files)} files"
     say(f"kept {files} ({record.bytes} bytes) in {store.directory}")
-    return status if status >= 0 else 128 - status
+    return code
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -87,14 +101,16 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     process: subprocess.Popen[bytes] | None = None
 
     def forward(number: int, frame: object) -> None:
-        if number == signal.SIGINT:
-            return  # a terminal sends it to the child as well
+        if number == signal.SIGINT and _is_in_foreground():
+            return  # the terminal sends it to the child as well
         if process is None:
             early.append(number)
         else:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in _ENDINGS}
+    # Under nohup a signal is ignored, by the child too: a handler here would end that.
+    heeded = [number for number in _ENDINGS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heeded}
     try:
         process = subprocess.Popen(command, env=environment)
         for number in early:
@@ -103,6 +119,24 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _code(status: int) -> int:
+    return status if status >= 0 else 128 - status
+
+
+def _is_in_foreground() -> bool:
+    """Whether a terminal's keys signal this process, and with it all of its group."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 def _prepare(store: CacheStore, say: Callable[[str], None]) -> dict[str, str]:
@@ -118,4 +152,6 @@ def _prepare(store: CacheStore, say: Callable[[str], None]) -> dict[str, str]:
     for note in store.apply_environment(check):
         say(f"note: {note}")
     places = {name: str(store.place / place) for name, place in SERVER_VARIABLES.items()}
-    return {**places, **os.environ}
+    # A place below the root is an outer exec's, of another entry, and not the user's choice.
+    ours = {name for name in places if Path(os.environ.get(name, store.root)).is_relative_to(store.root)}
+    return {**os.environ, **{name: places[name] for name in ours}}

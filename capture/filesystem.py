@@ -32,17 +32,17 @@ _MOUNTS = Path("/proc/self/mountinfo")
 def filesystem_type(path: Path, mounts: Path = _MOUNTS) -> str:
     """The type of the file system that ``path`` (or its nearest parent that exists) is on; "" if unknown."""
     try:
-        lines = mounts.read_text().splitlines()
+        lines = os.fsdecode(mounts.read_bytes()).rstrip("\n").split("\n")  # of any bytes and blanks but those escaped
     except OSError:
         return ""
     place = os.path.realpath(path)
     best, kind = -1, ""
     for line in lines:
         mounted, _, described = line.partition(" - ")
-        point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mounted.split()[4])
+        point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mounted.split(" ")[4])
         inside = place == point or place.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= best:  # a later mount on the same point hides the earlier
-            best, kind = len(point), described.split()[0]
+            best, kind = len(point), described.split(" ")[0]
     return kind
 
 

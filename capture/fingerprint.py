@@ -99,6 +99,7 @@ class Fingerprint:
     def __post_init__(self) -> None:
         for name, value in self.fields.items():
             try:
+                _check_keys(value)
                 _canonical(value)
             except (TypeError, ValueError) as error:
                 raise TypeError(
@@ -183,6 +184,17 @@ def _version_of(distributions: Sequence[str]) -> str | None:
 
 def _canonical(value: JSON) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
+
+
+def _check_keys(value: object) -> None:
+    """A number as key would come back from the manifest as a string, at another place in the order."""
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"key {odd[0]!r} is no string")
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            _check_keys(item)
 
 
 def _plain(value: object) -> object:

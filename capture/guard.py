@@ -40,6 +40,7 @@ __all__ = [
     "Mode",
     "Seal",
     "install_from_environment",
+    "mode_from_environment",
     "no_compile",
     "register_build_source",
 ]
@@ -199,6 +200,21 @@ def no_compile(mode: Mode = "raise") -> Seal:
     return Seal(mode)
 
 
+def mode_from_environment() -> Mode | None:
+    """What ``MLA_NO_COMPILE`` says; None: it is not set.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    mode = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    for known in get_args(Mode):
+        if mode == known:
+            return known  # type: ignore[no-any-return]
+    if mode:
+        raise ValueError(f"{ENVIRONMENT_VARIABLE} must be {', '.join(get_args(Mode))} or unset, got {mode!r}")
+    return None
+
+
 def install_from_environment() -> Seal | None:
     """Seal the process for good if ``MLA_NO_COMPILE`` is ``raise``, ``warn`` or ``record``.
 
@@ -209,12 +225,10 @@ def install_from_environment() -> Seal | None:
         ValueError: the variable holds something else.
     """
     global _installed
-    mode = os.environ.get(ENVIRONMENT_VARIABLE, "")
-    if not mode or _installed is not None:
+    mode = mode_from_environment()
+    if mode is None or _installed is not None:
         return _installed
-    if mode not in get_args(Mode):
-        raise ValueError(f"{ENVIRONMENT_VARIABLE} must be {', '.join(get_args(Mode))} or unset, got {mode!r}")
-    _installed = seal = no_compile(mode).__enter__()  # type: ignore[arg-type]
+    _installed = seal = no_compile(mode).__enter__()
     if mode == "record":
         atexit.register(lambda: print(seal.summary() or "no compilation after the warm-up", file=sys.stderr))
     return seal

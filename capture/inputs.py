@@ -67,6 +67,8 @@ class RandomInputs:
 
 
 def _moments(example: Tensor) -> tuple[float, float]:
+    if not example.numel():
+        return 0.0, 1.0
     values: Any = example.detach().float()
     mean, std = float(values.mean()), float(values.std(correction=0))
     return (mean if math.isfinite(mean) else 0.0), (std if math.isfinite(std) and std > 0 else 1.0)

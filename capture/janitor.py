@@ -69,11 +69,10 @@ def clean(
     chosen = []
     total = 0
     for entry in present:
-        total += entry.bytes
+        total += entry.bytes  # those chosen too: what is older than one that does not fit goes before it
         too_old = older_than is not None and entry.age > older_than
         too_much = max_size is not None and total > max_size
         if all or too_old or too_much:
-            total -= entry.bytes
             chosen.append(entry)
     return chosen if dry_run else [entry for entry in chosen if _remove(root, entry.path)]
 
@@ -93,7 +92,7 @@ def _remove(root: Path, path: Path) -> bool:
     try:
         with BuildLock(root / f"{name}.lock").hold(0.0, lambda line: None):
             # Renamed first: a removal that is interrupted must not leave half of an entry behind.
-            doomed = path if left else path.rename(root / f"removed-{name}-{os.getpid()}")
+            doomed = path if left else path.rename(root / f"removed-{name}-{time.time_ns()}")
             shutil.rmtree(doomed)
     except CacheLockTimeout:
         return False

@@ -142,7 +142,7 @@ def shown(progress: bool | Progress) -> Iterator[Progress]:
     """``progress`` itself, silence (False), or (True) a bar on a terminal and lines elsewhere."""
     if callable(progress):
         yield progress
-    elif not progress:
+    elif not progress or sys.stderr is None:  # closed, as for a daemon: print would turn to stdout
         yield lambda event: None
     elif sys.stderr.isatty():
         with rich_progress() as show:

@@ -230,7 +230,7 @@ def _unit_table(units: Sequence[UnitRow]) -> Table:
         name = f"{unit.key}\n  {unit.reason}" if unit.reason else unit.key
         style = _STYLES.get(unit.state, "")
         state = f"[{style}]{unit.state}[/]" if style else unit.state
-        table.add_row(_escape(name), unit.kind, state, f"{unit.seconds:.2f} s", _size(unit.bytes))
+        table.add_row(_escape(name), _escape(unit.kind), state, f"{unit.seconds:.2f} s", _size(unit.bytes))
     return table
 
 
@@ -240,7 +240,8 @@ def _bucket_table(buckets: Sequence[BucketRow]) -> Table:
         inputs = "1 input" if row.trials == 1 else f"{row.trials} inputs"
         verified = inputs if row.verified and row.trials else "yes" if row.verified else "no"
         size = _size(row.memory_bytes)
-        table.add_row(str(row.batch_size), row.runner, f"{row.capture_seconds * 1e3:.1f} ms", size, verified)
+        seconds = f"{row.capture_seconds * 1e3:.1f} ms"
+        table.add_row(str(row.batch_size), _escape(row.runner), seconds, size, verified)
     return table
 
 

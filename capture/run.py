@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from capture.errors import CacheLockTimeout
+from capture.errors import CacheError, CacheLockTimeout
 from capture.filesystem import describe_filesystem
 from capture.guard import CompileWatch
 from capture.kernels import prebuilt_kernels
@@ -234,7 +234,7 @@ class Run:
                 self._set_aside([f"{unit.key} did not load ({reason}); building it again"])
                 self._set_aside(self._store.set_aside_unit(unit.key))
                 return self._attempt(unit.build, resources)
-        except OSError as error:
+        except (CacheError, OSError) as error:
             return f"{reason}; building it again is impossible: {error}", ""
 
     def _settle(self, unit: Unit, row: UnitRow) -> UnitRow:
@@ -245,7 +245,7 @@ class Run:
                     self._set_aside(self._store.set_aside_strays())
                     return row
                 return replace(row, bytes=self._store.record(unit.key, unit.kind, row.seconds).bytes)
-        except OSError as error:
+        except (CacheError, OSError) as error:
             self._notes.append(f"{unit.key} could not be entered into the cache: {error}")
             return row
 
@@ -254,7 +254,7 @@ class Run:
         rows = [self._rows[unit.key] for unit in units if unit.key not in check.intact]
         if not any(row.state == "built" for row in rows):
             return
-        with suppress(OSError):
+        with suppress(CacheError, OSError):
             self._store.prepare()
             with self._store.hold(_RECORD_PATIENCE, self._beat.say):
                 for row in rows:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,13 +41,23 @@ _applied: dict[str, str] = {}  # what this process set: not a user's setting
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """``cache_dir``, else ``$MLA_WARMUP_CACHE``, else the user's cache directory. Nothing is created."""
-    chosen = cache_dir or os.environ.get("MLA_WARMUP_CACHE")
-    if not chosen:
-        import platformdirs
+    """``cache_dir``, else ``$MLA_WARMUP_CACHE``, else the user's cache directory. Nothing is created.
 
-        chosen = platformdirs.user_cache_dir("mla-ops", appauthor=False)
-    return Path(chosen).expanduser().absolute()
+    Raises:
+        CacheAccessError: that is below a home directory, and the user has none.
+    """
+    chosen = cache_dir or os.environ.get("MLA_WARMUP_CACHE")
+    try:
+        if not chosen:
+            import platformdirs
+
+            chosen = platformdirs.user_cache_dir("mla-ops", appauthor=False)
+        return Path(chosen).expanduser().absolute()
+    except RuntimeError as error:
+        raise CacheAccessError(
+            f"there is no home directory ({error}); choose a cache directory by its whole path with --cache-dir, "
+            "$MLA_WARMUP_CACHE or WarmupManager(cache_dir=...)"
+        ) from error
 
 
 def check_access(directory: Path) -> None:
@@ -289,7 +299,11 @@ class CacheStore:
         """Needs no lock: each file is replaced at once, and every process writes the same."""
         for path in moved:
             file = self.directory / path
-            write_durably(file, located(file.read_bytes(), file.parent))
+            data = located(file.read_bytes(), file.parent)
+            try:
+                write_durably(file, data)
+            except FileNotFoundError:  # a build that just began has set aside what was half-written, this too
+                write_durably(file, data)
             self._seen[path] = _identity(file.lstat())
 
     def _check_access(self) -> None:
@@ -358,7 +372,11 @@ class CacheStore:
                 for file in files:
                     if not file.endswith(".lock") and not file.startswith("lock_"):
                         path = os.path.join(parent, file)
-                        yield os.path.relpath(path, self.directory), os.lstat(path)
+                        try:
+                            status = os.lstat(path)
+                        except FileNotFoundError:  # some compiler's temporary file
+                            continue
+                        yield os.path.relpath(path, self.directory), status
 
     def _is_new(self, path: str, status: os.stat_result, manifest: Manifest) -> bool:
         if not stat.S_ISREG(status.st_mode) or path.endswith(".tmp"):
@@ -377,7 +395,8 @@ class CacheStore:
         for path in sorted(reasons):
             if os.path.lexists(self.directory / path):
                 (quarantine / path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                os.replace(self.directory / path, quarantine / path)
+                with suppress(FileNotFoundError):  # it vanished since
+                    os.replace(self.directory / path, quarantine / path)
             self._seen.pop(path, None)
         return [f"{path}: {reason}" for path, reason in sorted(reasons.items())]
 

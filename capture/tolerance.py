@@ -48,13 +48,16 @@ def distance(actual: Tensor, expected: Tensor, dim: int | None = 0) -> Distance:
 
     A row passes if ``||a - e|| <= t ||e||`` and ``max |a - e| <= 4 t max |e|`` with ``t = 8 eps(dtype)``
     for 16 bits and fewer, at most 0.1, and ``100 eps(dtype)`` for fp32 and fp64. Equal infinities are
-    equal; NaN never passes, not even against NaN. Dtypes that are not floating must be equal.
+    equal; NaN never passes, not even against NaN. Complex numbers are compared as their two parts. Dtypes that are
+    neither must be equal.
     """
     if actual.shape != expected.shape or actual.dtype is not expected.dtype:
         reason = f"{tuple(actual.shape)} {actual.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
         return Distance(False, float("inf"), 0, reason)
     if actual.numel() == 0:
         return Distance(True, 0.0, 0, "")
+    if actual.dtype.is_complex:
+        actual, expected = (torch.view_as_real(t.resolve_conj()) for t in (actual, expected))
     a, e = (_rows(t, dim) for t in (actual, expected))
     if not actual.dtype.is_floating_point:
         wrong = (a != e).any(1)
@@ -62,8 +65,7 @@ def distance(actual: Tensor, expected: Tensor, dim: int | None = 0) -> Distance:
             return Distance(True, 0.0, 0, "")
         return Distance(False, float("inf"), int(wrong.int().argmax()), "values differ")
     limit = _limit(actual.dtype)
-    wide = torch.float32 if actual.dtype.itemsize <= 2 else torch.float64
-    a, e = a.to(wide), e.to(wide)
+    a, e = _widened(a), _widened(e)
     nan = (a.isnan() | e.isnan()).any(1)
     infinite = ((a.isinf() | e.isinf()) & (a != e)).any(1)
     finite = a.isfinite() & e.isfinite()
@@ -94,7 +96,7 @@ def within_rounding(actual: Tensor, expected: Tensor, written: Tensor) -> Tensor
     a, e = actual.contiguous().view(-1), expected.contiguous().view(-1)
     if not actual.dtype.is_floating_point:
         return a == e
-    a, e = a.float(), e.float()
+    a, e = _widened(a), _widened(e)
     values = e[written & e.isfinite()]
     rms = values.square().mean().sqrt() if values.numel() else values.new_zeros(())
     return (a - e).abs() <= _MAX_ABS_FACTOR * _limit(actual.dtype) * rms
@@ -102,7 +104,8 @@ def within_rounding(actual: Tensor, expected: Tensor, written: Tensor) -> Tensor
 
 def changed_bits(after: Tensor, before: Tensor) -> Tensor:
     """``[numel]`` bool, in row-major order: which elements differ in any bit."""
-    return _bits(after) != _bits(before)
+    differ = _bits(after) != _bits(before)
+    return differ if differ.dim() == 1 else differ.any(1)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -128,10 +131,17 @@ def _limit(dtype: torch.dtype) -> float:
     return min(steps * torch.finfo(dtype).eps, _LARGEST)
 
 
+def _widened(tensor: Tensor) -> Tensor:
+    """In a dtype whose own rounding does not show."""
+    return tensor.to(torch.float32 if tensor.dtype.itemsize <= 2 else torch.float64)
+
+
 def as_integers(tensor: Tensor) -> Tensor:
-    """A view of the same memory with its bits as integers; of 16-byte elements the tensor itself."""
+    """A view of the same memory with its bits as integers; 16-byte elements are two along a further dimension."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
-    return tensor.detach() if integer is None else tensor.detach().view(integer)
+    if integer is None:
+        return torch.view_as_real(tensor.detach()).view(torch.int64)
+    return tensor.detach().view(integer)
 
 
 def _bits(tensor: Tensor) -> Tensor:

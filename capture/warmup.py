@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from capture.fingerprint import Fingerprint, environment_fields, target_fields
-from capture.guard import CompileWatch, install_from_environment
+from capture.guard import CompileWatch, install_from_environment, mode_from_environment
 from capture.kernels import KernelBuildUnit
 from capture.process import read_triton_key
 from capture.progress import Heartbeat, Progress, shown
@@ -134,10 +134,12 @@ class WarmupManager:
             prove_again: verify in full what the cache says was proved before; see :class:`VerifyUnit`.
 
         Raises:
+            ValueError: ``MLA_NO_COMPILE`` holds no mode; nothing was built.
             CacheAccessError: something must be built and the cache cannot be written, or is another's.
             CacheLockTimeout: another process kept the lock for longer than ``lock_timeout``.
             Exception: whatever ``setup`` of the specification raises.
         """
+        mode_from_environment()  # what is wrong with it shows before a build, not after
         total = sum(planned.unit.cost for planned in plan.units)
         with ExitStack() as stack:
             ahead, notes = _kernels_built_ahead(plan)

@@ -172,6 +172,10 @@ def test_wrong_names_are_listed() -> None:
             {"batch_dims": dict.fromkeys(["x", "indptr", "positions", "scale"])},
             "no input has a batch dimension",
         ),
+        ({"pad_values": {"positions": float("nan")}}, "pad value of 'positions', nan, is no torch.int64"),
+        ({"pad_values": {"positions": 0.5}}, "pad value of 'positions', 0.5, is no torch.int64"),
+        ({"pad_values": {"positions": 2**63}}, "pad value of 'positions', 9223372036854775808, is no torch.int64"),
+        ({"pad_values": {"x": "first"}}, "pad value of 'x', 'first', is no torch.float32"),
         ({"max_batch_size": 3}, "no multiple of the largest batch size 3"),
         ({"batch_dims": {"x": 2, "indptr": None, "positions": 1, "scale": None}}, "no dim 2"),
         (
@@ -179,7 +183,18 @@ def test_wrong_names_are_listed() -> None:
             "must have 12 rows",
         ),
     ],
-    ids=["names", "pad-name", "no-batch", "multiple", "dim", "declared"],
+    ids=[
+        "names",
+        "pad-name",
+        "no-batch",
+        "pad-nan",
+        "pad-fraction",
+        "pad-large",
+        "pad-word",
+        "multiple",
+        "dim",
+        "declared",
+    ],
 )
 def test_examples_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

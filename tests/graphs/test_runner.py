@@ -335,3 +335,13 @@ def test_default_random_inputs_keep_the_rows_of_one_request_together_and_use_non
     assert len(set(drawn["slots"].tolist())) == 10
     assert {tuple(pair) for pair in pairs.tolist()} <= {tuple(pair) for pair in slots.view(8, 2).tolist()}
     assert drawn["x"].shape == (5, 2)
+
+
+def test_an_empty_input_is_verified_without_a_warning() -> None:
+    inputs = {"x": torch.randn(4, 2), "none": torch.zeros(4, 0)}
+    runner = GraphRunner(
+        lambda x, none: x * 2, batch_sizes=[1, 4], example_inputs=inputs, batch_dims={"x": 0, "none": 0}
+    )
+    report = runner.capture().verification
+    assert report is not None
+    assert report.ok

@@ -230,3 +230,41 @@ def test_distance_passes_rounding_and_finds_one_wrong_row(dtype: torch.dtype) ->
 def test_distance_at_the_edges(actual: list[float], expected: list[float], ok: bool) -> None:
     assert distance(torch.tensor(actual), torch.tensor(expected)).ok is ok
     assert distance(torch.tensor(actual), torch.tensor(expected), None).ok is ok
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_results_are_compared_as_their_parts(dtype: torch.dtype) -> None:
+    expected = torch.randn(4, 8, dtype=dtype)
+    part = expected.real.dtype
+    actual = torch.complex(expected.real * (1 + torch.finfo(part).eps), expected.imag)
+    assert distance(actual, expected).ok
+    actual.imag[2] *= 1.5
+    found = distance(actual, expected)
+    assert (found.ok, found.row) == (False, 2)
+    assert not distance(actual * torch.nan, actual * torch.nan).ok
+
+
+def test_a_nan_has_the_same_bits_as_itself_also_in_a_complex_tensor() -> None:
+    values = torch.tensor([complex("nan"), 0j], dtype=torch.complex128)
+    assert same_bits(values, values.clone())
+    assert not same_bits(values, torch.tensor([complex("nan"), -0j], dtype=torch.complex128))
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-9])
+def test_pads_that_change_a_double_state_a_little_are_found(size: float) -> None:
+    state = torch.zeros(4, dtype=torch.float64)
+
+    def step(x: Tensor, slots: Tensor) -> Tensor:
+        state.add_((slots < 0).sum() * size)
+        return x * 1
+
+    with pytest.raises(VerificationError, match="state 'state'"):
+        runner_of(step, state={"state": state}, make_inputs=make_inputs).capture()
+
+
+def test_a_complex_nan_in_a_pad_row_is_found() -> None:
+    def step(x: Tensor, slots: Tensor) -> Tensor:
+        return torch.complex(x, torch.where(slots[:, None] < 0, torch.nan, x))
+
+    with pytest.raises(VerificationError, match="hold NaN"):
+        runner_of(step, state={}, make_inputs=make_inputs).capture()

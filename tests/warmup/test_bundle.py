@@ -270,6 +270,14 @@ def test_for_an_image_no_machine_is_asked_for(tmp_path: Path, other: Path) -> No
     assert CacheStore.of(other / bundle.entry).check().intact == {"unit"}
 
 
+def test_what_was_unpacked_for_an_image_is_refused_where_it_must_fit(tmp_path: Path, other: Path) -> None:
+    manifest = manifest_of(GOOD, {**FIELDS, "arch": "sm_90"})
+    url, digest = place(tmp_path / "image.tar.zst", archive(member("manifest.json", manifest.render()), KERNEL))
+    unpack(url, digest=digest, cache_dir=other, elsewhere=True)
+    with pytest.raises(BundleError, match="another machine or version"):
+        unpack(url, digest=digest, cache_dir=other, device="cpu")
+
+
 def test_a_damaged_entry_is_not_packed(cache: Path, tmp_path: Path) -> None:
     warm_up(cache)
     path = entry(cache) / "triton/kernel-0/kernel.bin"
@@ -277,6 +285,13 @@ def test_a_damaged_entry_is_not_packed(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(CacheCorruptError, match="is not what the manifest says"):
         pack(entry(cache), str(tmp_path / "bundle.tar.zst"))
     assert not list(tmp_path.glob("*bundle*"))
+
+
+def test_a_file_name_that_unpack_would_refuse_is_not_packed(cache: Path, tmp_path: Path) -> None:
+    warm_up(cache, toy_spec(FileUnit(key="kernel", files=("line\nbreak",))))
+    with pytest.raises(BundleError, match=r"'triton/kernel/line\\nbreak'"):
+        pack(WarmupManager(cache).plan(toy_spec(FileUnit(key="kernel"))).directory, str(tmp_path / "bundle.tar.zst"))
+    assert not (tmp_path / "bundle.tar.zst").exists()
 
 
 def test_an_entry_without_manifest_is_not_packed(cache: Path, tmp_path: Path) -> None:

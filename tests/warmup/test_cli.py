@@ -2,15 +2,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from capture.buckets import default_batch_sizes
 from capture.cli import main
+from capture.execute import entry_of_command
 from capture.report import WarmupReport
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -93,6 +99,12 @@ def test_the_device_is_opened_before_torch_is_needed(
         ("unpack", "a.tar.zst"),
         ("unpack", "a.tar.zst", "--digest", "sha256:12"),
         ("pull", "folder", *TOY, "--digest", f"sha256:{'0' * 64}", "--elsewhere"),
+        ("status", "--model", ":factory", "--device", "cpu"),
+        ("status", "--model", ".toys:factory", "--device", "cpu"),
+        ("status", "--model", "deepseek-v2-lite", "--device", "xyz"),
+        ("status", "--model", "deepseek-v2-lite", "--device", "cuda:x"),
+        ("unpack", "a.tar.zst", "--digest", f"sha256:{'0' * 64}", "--device", "meta"),
+        ("exec", "--device", "xyz", "--label", "a", "--", "true"),
         ("exec", "--label", "a"),
         ("exec", "--device", "cpu", "--json", "--", "true"),
         ("exec", "--device", "cpu", "--label", "a b", "--", "true"),
@@ -105,6 +117,23 @@ def test_wrong_usage_is_2_and_says_why(arguments: tuple[str, ...], capsys: pytes
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert "mla-warmup" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status", "--model", "deepseek-v2-lite"),
+        ("exec", "--label", "a"),
+    ],
+    ids=" ".join,
+)
+def test_a_gpu_that_is_not_there_is_said(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    code, _, err = run(capsys, *arguments, "--device", "cuda", *(["--", "true"] if arguments[0] == "exec" else []))
+    assert code == 2
+    assert err == "mla-warmup: device cuda is not here: GPUs that torch finds: 0\n"
 
 
 def test_build_is_0_and_prints_one_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,6 +339,18 @@ def test_exec_runs_a_program_in_the_environment_of_an_entry(cache: Path) -> None
     assert vllm == triton.parent / "packages/vllm"
 
 
+def test_an_exec_inside_of_another_has_every_place_in_its_own_entry(cache: Path) -> None:
+    command = [sys.executable, "-m", "capture.cli", "exec", "--device", "cpu", "--label"]
+    program = "import os; print(os.environ['TRITON_CACHE_DIR']); print(os.environ['VLLM_CACHE_ROOT'])"
+    done = subprocess.run(
+        [*command, "outer", "--", *command, "inner", "--", sys.executable, "-c", program],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    triton, vllm = map(Path, done.stdout.split())
+    assert triton.parent == entry_of_command("inner", device="cpu").directory
+    assert vllm == triton.parent / "packages/vllm"
+
+
 def test_what_a_program_compiles_is_kept_and_checked(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = "import os; open(os.environ['TRITON_CACHE_DIR'] + '/kernel', 'w').write('code')"
     arguments = ("exec", "--device", "cpu", "--label", "server", "--keep", "--", sys.executable, "-c", program)
@@ -332,29 +373,64 @@ def test_what_a_killed_program_left_is_not_kept(cache: Path, capsys: pytest.Capt
     assert "is not entered" in err
 
 
-def test_a_server_is_told_to_end_and_its_files_are_kept(cache: Path) -> None:
-    program = """
-import os, signal, sys
-signal.signal(signal.SIGTERM, lambda *arguments: sys.exit(0))
-open(os.environ["TRITON_CACHE_DIR"] + "/kernel", "w").write("code")
-print("ready", flush=True)
-signal.pause()
-"""
+@contextmanager
+def started(
+    program: str, number: signal.Signals, action: signal.Handlers, said: str = "ready\n"
+) -> Iterator[subprocess.Popen[str]]:
+    """``exec --keep`` of ``program``, once it said so; ``action`` is what it inherits for a signal."""
     command = [sys.executable, "-m", "capture.cli", "exec", "--device", "cpu", "--label", "server", "--keep", "--"]
-    server = subprocess.Popen(
-        [*command, sys.executable, "-c", program],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    before = signal.signal(number, action)
+    try:
+        server = subprocess.Popen(
+            [*command, sys.executable, "-c", program],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # without a terminal, which would tell the server itself
+        )
+    finally:
+        signal.signal(number, before)
     with server:
         assert server.stdout is not None
-        assert server.stdout.readline() == "ready\n"
-        server.terminate()
-        _, errors = server.communicate(timeout=60)
+        assert server.stdout.readline() == said
+        yield server
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_server_is_told_to_end_and_its_files_are_kept(name: str, cache: Path) -> None:
+    program = f"""
+import os, signal, sys
+signal.signal(signal.{name}, lambda *arguments: sys.exit(0))
+open(os.environ["TRITON_CACHE_DIR"] + "/kernel", "w").write("code")
+print("ready", flush=True)
+signal.alarm(60)
+signal.pause()
+"""
+    with started(program, signal.Signals[name], signal.SIG_DFL) as server:
+        server.send_signal(signal.Signals[name])
+        _, errors = server.communicate(timeout=90)
     assert (server.returncode, "kept 1 file (" in errors) == (0, True), errors
     assert list(cache.glob("*/triton/kernel"))
+
+
+def test_a_signal_that_is_ignored_stays_so_for_the_program() -> None:
+    """As under ``nohup``."""
+    program = """
+import signal
+print("ready", signal.getsignal(signal.SIGHUP).name, flush=True)
+"""
+    with started(program, signal.SIGHUP, signal.SIG_IGN, "ready SIG_IGN\n") as server:
+        assert server.wait(60) == 0
+
+
+def test_the_exit_status_is_the_programs_also_if_nothing_can_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    program = "import os, sys; os.chmod(os.path.dirname(os.environ['TRITON_CACHE_DIR']), 0o777); sys.exit(3)"
+    arguments = ("exec", "--device", "cpu", "--label", "server", "--keep", "--", sys.executable, "-c", program)
+    code, _, err = run(capsys, *arguments)
+    assert code == 3
+    assert "is not entered into the cache: " in err
+    assert "can be written by others" in err
 
 
 def test_a_read_only_cache_keeps_nothing_of_a_program(
@@ -365,6 +441,109 @@ def test_a_read_only_cache_keeps_nothing_of_a_program(
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     code, _, err = run(capsys, *arguments)
     assert (code, "nothing is entered" in err) == (0, True)
+
+
+def test_the_links_to_a_read_only_cache_go_with_the_program(tmp_path: Path) -> None:
+    program = """
+import os, sys
+os.access = lambda path, mode, **options: not mode & os.W_OK  # root may write anywhere
+from capture.cli import main
+show = "import os, sys; print(os.path.isdir(os.path.dirname(os.environ['TRITON_CACHE_DIR']))); sys.exit(7)"
+sys.exit(main(["exec", "--device", "cpu", "--label", "server", "--", sys.executable, "-c", show]))
+"""
+    entry_of_command("server", device="cpu").prepare()
+    (tmp_path / "temporary").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY, env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (7, "True\n"), done.stderr
+    assert not list((tmp_path / "temporary").glob("mla-warmup-*"))
+
+
+@pytest.mark.parametrize("model", [TOY, FAILING], ids=["good", "failing"])
+def test_with_stderr_closed_stdout_holds_the_report_alone(model: tuple[str, ...]) -> None:
+    command = f"{sys.executable} -m capture.cli build {' '.join(model)} --json 2>&-"
+    done = subprocess.run(["sh", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    report = WarmupReport.from_json(json.loads(done.stdout))
+    assert (done.returncode, report.ok) == ((1, False) if model is FAILING else (0, True))
+
+
+def test_what_a_model_prints_is_no_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "chatty.py").write_text("""
+from tests.warmup.toys import CallUnit, toy_spec
+
+print("import")
+
+def factory(options):
+    print("factory")
+    return toy_spec(CallUnit(key="unit", call=lambda: print("unit"), phase="kernels", persistent=True))
+""")
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "build", "--model", "chatty:factory", "--device", "cpu", "--json", "--quiet")
+    assert code == 0
+    assert WarmupReport.from_json(json.loads(out)).ok
+    assert err.split() == ["import", "factory", "unit"]
+
+
+@pytest.mark.parametrize("keep", [(), ("--keep",)], ids=["become", "keep"])
+def test_a_program_that_is_not_there_is_named_and_makes_no_entry(
+    keep: tuple[str, ...], cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, "exec", "--device", "cpu", *keep, "--", "no-such-program", "--port", "1")
+    assert (code, err) == (2, "mla-warmup: there is no program no-such-program\n")
+    assert not cache.exists()
+
+
+def test_what_the_encoding_of_stdout_lacks_is_escaped(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "capture.cli", "status", *TOY, "--cache-dir", str(tmp_path / "caché")],
+        cwd=REPOSITORY, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "cach\\xe9" in done.stdout
+
+
+HELD = """
+import pathlib, time
+from tests.warmup.toys import CallUnit, toy_spec
+
+def hold():
+    pathlib.Path("begun").touch()
+    time.sleep(60)
+
+def factory(options):
+    return toy_spec(CallUnit(key="held", call=hold, phase="kernels", persistent=True))
+"""
+
+
+@pytest.mark.parametrize(("verb", "name"), [("build", "SIGINT"), ("bench", "SIGINT"), ("bench", "SIGTERM")])
+def test_an_interrupt_is_said_in_a_line_and_leaves_nothing_behind(verb: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "held.py").write_text(HELD)
+    (tmp_path / "temporary").mkdir()
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # not ignored, as in a job in the background
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "capture.cli", verb, "--model", "held:factory", "--device", "cpu", "--quiet"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path / "temporary")},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.Signals[name])
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "mla-warmup: interrupted\n")
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_bench_repeats_cold_and_warm_starts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,6 +561,13 @@ def test_a_run_is_written_as_a_trace(tmp_path: Path, capsys: pytest.CaptureFixtu
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert {"kernels", "weights", "kernel-0", "graphs"} <= names
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_a_trace_that_cannot_be_written_costs_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "build", *TOY, "--json", "--quiet", "--trace", str(tmp_path / "none/trace.json"))
+    assert code == 1
+    assert WarmupReport.from_json(json.loads(out)).ok
+    assert "none/trace.json" in err
 
 
 def test_reports_are_written_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from capture.janitor import entries
 from capture.units import BuildOptions
 from tests.warmup import toys
 from tests.warmup.conftest import Command
-from tests.warmup.toys import kernels, toy_spec
+from tests.warmup.toys import CallUnit, kernels, toy_spec
 
 SPEC = toy_spec(*kernels(2))
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -170,3 +171,19 @@ def test_an_unpack_that_fails_at_any_write_can_be_repeated(
             unpack(bundle.url, digest=bundle.digest, cache_dir=other, device="cpu")
     unpack(bundle.url, digest=bundle.digest, cache_dir=other, device="cpu")
     assert states(warm_up(other)) == ["hit", "hit"]
+
+
+@pytest.mark.parametrize("phase", ["kernels", "capture"])
+def test_a_manifest_that_is_damaged_during_a_build_costs_no_warm_up(phase: Any, cache: Path) -> None:
+    def damage() -> None:
+        (manifest,) = cache.glob("*/manifest.json")
+        manifest.write_bytes(manifest.read_bytes()[:-9])
+
+    first, last = kernels(2)
+    unit = CallUnit(key="damage", call=damage, phase=phase, persistent=phase == "kernels")
+    manager = WarmupManager(cache)
+    report = manager.run(manager.plan(toy_spec(first, unit, last)), progress=False)
+    assert [row.state for row in report.units] == ["built"] * 3
+    again = manager.run(manager.plan(toy_spec(first, last)), progress=False)
+    assert again.ok
+    assert again.quarantined

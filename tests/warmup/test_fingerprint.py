@@ -37,7 +37,11 @@ def test_order_and_kind_of_sequence_do_not_matter() -> None:
     assert Fingerprint({"a": [1, 2], "b": 1}).digest == Fingerprint({"b": 1, "a": (1, 2)}).digest
 
 
-@pytest.mark.parametrize("value", [float("nan"), object(), {1, 2}], ids=["nan", "object", "set"])
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), object(), {1, 2}, {2: "a", 10: "b"}, [{"a": {None: 1}}]],
+    ids=["nan", "object", "set", "keys", "nested-keys"],
+)
 def test_what_is_not_json_is_refused_by_name(value: object) -> None:
     with pytest.raises(TypeError, match="'scale' is not JSON"):
         Fingerprint({"scale": value})  # type: ignore[dict-item]

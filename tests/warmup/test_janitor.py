@@ -47,6 +47,13 @@ def test_clean_removes_the_oldest_until_the_rest_fits(cache: Path, three: list[P
     assert [entry.path for entry in clean(cache, max_size=size * 2)] == three[:1]
 
 
+def test_what_is_older_than_an_entry_that_is_too_large_goes_too(cache: Path, three: list[Path]) -> None:
+    oldest, middle, youngest = three
+    (middle / "packages/large").write_bytes(bytes(100_000))
+    assert [entry.path for entry in clean(cache, max_size=50_000)] == [middle, oldest]
+    assert youngest.exists()
+
+
 def test_clean_all_leaves_locks_and_strangers(cache: Path, three: list[Path]) -> None:
     (cache / "notes.txt").write_text("mine")
     clean(cache, all=True)
@@ -93,6 +100,17 @@ def test_what_a_killed_clean_left_is_cleaned(cache: Path, name: str) -> None:
     (left / "half").write_text("half")
     assert left in {entry.path for entry in clean(cache, all=True)}
     assert {path.suffix for path in cache.iterdir()} == {".lock"}
+
+
+def test_what_a_killed_clean_of_the_same_process_id_left_is_in_nobodys_way(cache: Path) -> None:
+    """In a container the process id is often the same."""
+    warm_up(cache, SPEC)
+    (entry,) = entries(cache)
+    left = cache / f"removed-{entry.path.name}-{os.getpid()}"
+    left.mkdir()
+    (left / "half").write_text("half")
+    os.utime(left, (0, 0))
+    assert {removed.path for removed in clean(cache, all=True)} == {entry.path, left}
 
 
 def test_clean_goes_on_where_a_compilers_file_vanishes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,15 @@ def test_a_path_is_on_the_innermost_mount(path: str, kind: str, tmp_path: Path) 
     assert filesystem_type(Path(path), tmp_path / "mountinfo") == kind
 
 
+def test_mount_points_may_have_any_name(tmp_path: Path) -> None:
+    names = ("/latin\udce4", "/no-break\xa0space", "/line\u2028break")
+    lines = [f"{30 + index} 22 0:30 / {name} rw - nfs4 server: rw\n" for index, name in enumerate(names)]
+    (tmp_path / "mountinfo").write_bytes(os.fsencode("".join([MOUNTS, *lines])))
+    for name in names:
+        assert filesystem_type(Path(name, "cache"), tmp_path / "mountinfo") == "nfs4"
+    assert filesystem_type(Path("/data"), tmp_path / "mountinfo") == "nfs4"
+
+
 def test_a_network_file_system_is_described_and_a_local_one_is_not(tmp_path: Path) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(MOUNTS)

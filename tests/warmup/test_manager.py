@@ -373,6 +373,20 @@ def test_reports_are_shown_alone_and_side_by_side(cache: Path) -> None:
     assert [line for line in text.splitlines() if "kernel-1" in line and "built" in line and "hit" in line]
 
 
+def test_brackets_in_names_are_no_markup(cache: Path) -> None:
+    from rich.console import Console
+
+    key = "graphs [tp 8] [/tp]"
+    rows = (BucketRow(1, 0.001, 0, True, key),)
+    unit = CallUnit(key=key, kind="[graph]", call=lambda: UnitResult(buckets=rows), phase="capture")
+    with open("/dev/null", "w") as null:
+        console = Console(record=True, width=100, file=null)
+        console.print(warm_up(cache, unit).render())
+    text = console.export_text()
+    assert text.count(key) == 2
+    assert "[graph]" in text
+
+
 def test_import_time_counts_from_process_start_and_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_first_run", True)
     first, second = warm_up(cache), warm_up(cache)

@@ -26,6 +26,7 @@ from capture import (
     no_compile,
     register_build_source,
 )
+from capture.cli import main
 from tests.warmup import toys
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -295,3 +296,17 @@ def test_a_warm_up_seals_its_process_when_it_is_done(
             build()
     finally:
         seal.close()
+
+
+def test_a_mode_that_there_is_not_is_refused_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, log: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(guard.ENVIRONMENT_VARIABLE, "1")
+    monkeypatch.setattr(guard, "_installed", None)
+    manager = WarmupManager(cache)
+    with pytest.raises(ValueError, match="MLA_NO_COMPILE must be"):
+        manager.run(manager.plan(toys.toy_spec(*toys.kernels(1))), False)
+    assert log() == []
+    arguments = ("build", "--model", "tests.warmup.toys:factory", "--device", "cpu", "--cache-dir", str(cache))
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == "mla-warmup: MLA_NO_COMPILE must be raise, warn, record or unset, got '1'\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -73,3 +74,11 @@ def test_the_bar_goes_to_stderr_and_takes_any_text(capsys: pytest.CaptureFixture
 def test_a_heartbeat_line_says_that_work_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     line_progress()(ProgressEvent("heartbeat", "compile: block", 0.0, 1.0, 12.0))
     assert capsys.readouterr().err == "mla-warmup [  12.0 s] still at compile: block\n"
+
+
+def test_a_daemon_without_stderr_warms_up_silently(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    warm_up(cache, *kernels(1), progress=True)
+    assert capsys.readouterr().out == ""

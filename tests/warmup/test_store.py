@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from capture import CacheStore, Fingerprint, WarmupManager, WarmupReport, Warmup
 from capture.errors import CacheAccessError, CacheCorruptError
 from capture.manifest import FileRecord, Manifest, UnitRecord, write_durably
 from capture.store import cache_root
-from tests.warmup.toys import kernels, toy_spec
+from tests.warmup.toys import FileUnit, kernels, toy_spec
 
 SPEC = toy_spec(*kernels(2))
 FILES = [f"triton/kernel-{unit}/kernel.{kind}" for unit in range(2) for kind in ("bin", "json")]
@@ -245,6 +247,35 @@ def test_a_copied_cache_is_warm_at_its_new_place(cache: Path, tmp_path: Path) ->
     assert states(warm_up(tmp_path / "elsewhere")) == ["hit", "hit"]
 
 
+def test_a_build_beside_a_start_over_a_copied_cache_does_not_end_it(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The build sets unlisted files aside, and with them what the start is writing."""
+    group = toy_spec(FileUnit(key="kernel", files=("__grp__kernel.json",)))
+    warm_up(cache, group)
+    (listed,) = cache.glob("*/triton/kernel/__grp__kernel.json")
+    store = CacheStore(cache, WarmupManager(cache).plan(group).fingerprint)
+    listed.write_text(json.dumps({"child_paths": {"kernel.bin": str(listed.with_name("kernel.bin"))}}))
+    with store.hold(1.0, print):
+        store.check()
+        store.record("kernel", "kernel", 1.0)
+    shutil.copytree(cache, tmp_path / "copy")
+    builder = CacheStore(tmp_path / "copy", store.fingerprint)
+    replace, builds = os.replace, ["one"]
+
+    def replace_after_a_build(source: Any, target: Any) -> None:
+        if builds and Path(target).name == "__grp__kernel.json":
+            builds.clear()
+            assert builder.repair(builder.check())
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_after_a_build)
+    report = warm_up(tmp_path / "copy", group)
+    assert (states(report), builds) == (["hit"], [])
+    (moved,) = (tmp_path / "copy").glob("*/triton/kernel/__grp__kernel.json")
+    assert json.loads(moved.read_text())["child_paths"] == {"kernel.bin": str(moved.with_name("kernel.bin"))}
+
+
 def test_directories_are_the_owners_alone(cache: Path) -> None:
     old = os.umask(0o002)
     try:
@@ -330,6 +361,16 @@ def test_the_root_is_chosen_by_argument_then_variable_then_user(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("chosen", [None, "~/cache"])
+def test_without_a_home_directory_the_remedy_is_said(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as for the user of a container that no passwd file knows."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    with pytest.raises(CacheAccessError, match="MLA_WARMUP_CACHE"):
+        cache_root(chosen)
+
+
 def test_a_failed_write_keeps_the_old_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "manifest.json"
     write_durably(path, b"old")
@@ -349,6 +390,17 @@ def test_an_unfinished_manifest_is_set_aside(cache: Path) -> None:
     (directory(cache) / ".manifest.json.abc.tmp").write_text("half")
     report = warm_up(cache, toy_spec(*kernels(3)))
     assert [line.split(":")[0] for line in report.quarantined] == [".manifest.json.abc.tmp"]
+
+
+def test_a_temporary_file_that_vanishes_meanwhile_is_no_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CacheStore(cache, Fingerprint({}))
+    store.prepare()
+    (store.directory / "triton/kernel").write_text("code")
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda top: ((where, some, ["gone", *files]) for where, some, files in walk(top)))
+    assert store.record("unit", "kernel", 1.0).files == ("triton/kernel",)
+    (store.directory / "triton/stray").write_text("half")
+    assert [line.split(":")[0] for line in store.set_aside_strays()] == ["triton/stray"]
 
 
 def test_a_sound_file_is_read_once_by_one_store(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

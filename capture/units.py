@@ -186,7 +186,7 @@ class VerifyUnit(Unit):
         return self._prove(resources, 1, again=True)
 
     def _prove(self, resources: Any, trials: int, again: bool) -> UnitResult:
-        from capture.verify import verify
+        from capture.verification import verify
 
         report = verify(self.runner(resources), trials=trials, again=again)
         report.raise_if_failed()

@@ -110,6 +110,8 @@ def test_the_device_is_opened_before_torch_is_needed(
         ("exec", "--device", "cpu", "--label", "a b", "--", "true"),
         ("status", *TOY, "--", "true"),
         ("build", *TOY, "--target", "sm_90"),
+        ("build", "--model", "deepseek-v3", "--target", "sm90"),
+        ("status", *TOY, "--query-len", "5", "--max-seq-len", "4"),
     ],
     ids=" ".join,
 )

@@ -138,6 +138,23 @@ def test_a_gpu_that_is_not_there_is_said(
     assert err == "mla-warmup: device cuda is not here: GPUs that torch finds: 0\n"
 
 
+def test_exec_says_that_its_command_comes_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "-- CMD" in run(capsys, "--help")[1]
+    usage, _, about = run(capsys, "exec", "--help")[1].partition("\n\n")
+    assert usage.endswith("-- CMD ...")
+    assert about.startswith("Run a program, such as a server, over an entry: -- CMD.")
+    code, _, err = run(capsys, "exec", "--keep", "vllm", "serve")
+    assert code == 2
+    assert "mla-warmup exec: error: unrecognized arguments: vllm serve; the command comes after --" in err
+
+
+def test_an_unknown_option_shows_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "bench", *TOY, "--cache-dir", "x")
+    assert code == 2
+    assert err.startswith("usage: mla-warmup bench")
+    assert err.endswith("mla-warmup bench: error: unrecognized arguments: --cache-dir x\n")
+
+
 def test_build_is_0_and_prints_one_report(capsys: pytest.CaptureFixture[str]) -> None:
     code, raw = run_json(capsys, "build", *TOY)
     report = WarmupReport.from_json(raw)

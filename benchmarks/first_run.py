@@ -116,7 +116,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _sizes(text: str) -> tuple[tuple[int, ...], ...]:
-    return tuple(SIZES[count] for count in _numbers(text))
+    counts = _numbers(text)
+    for count in counts:
+        if count not in SIZES:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(map(str, SIZES))}, got {count}")
+    return tuple(SIZES[count] for count in counts)
 
 
 class _Bench:

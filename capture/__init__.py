@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from capture.report import WarmupReport
     from capture.runner import GraphRunner
     from capture.store import CacheStore
-    from capture.verify import BucketResult, VerifyReport, verify
+    from capture.verification import BucketResult, VerifyReport, verify
     from capture.warmup import (
         BuildOptions,
         CompiledFunctionUnit,
@@ -109,7 +109,7 @@ __all__ = [
 
 _MODULE_OF = {
     "BatchDim": "buffers",
-    "BucketResult": "verify",
+    "BucketResult": "verification",
     "BuildOptions": "warmup",
     "BundleError": "errors",
     "CacheAccessError": "errors",
@@ -138,7 +138,7 @@ _MODULE_OF = {
     "Unit": "warmup",
     "UnitResult": "warmup",
     "VerificationError": "errors",
-    "VerifyReport": "verify",
+    "VerifyReport": "verification",
     "VerifyUnit": "warmup",
     "WarmupManager": "warmup",
     "WarmupPlan": "warmup",
@@ -152,7 +152,7 @@ _MODULE_OF = {
     "prepare": "process",
     "register_build_source": "guard",
     "smallest_fit": "buckets",
-    "verify": "verify",
+    "verify": "verification",
 }
 
 

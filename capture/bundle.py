@@ -15,6 +15,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -142,8 +143,12 @@ def unpack(
 
 
 def push(directory: Path, base_url: str) -> Bundle:
-    """:func:`pack` into the folder ``base_url``, under the name by which :func:`pull` finds it."""
-    return pack(directory, bundle_name(base_url, directory.name))
+    """:func:`pack` into the folder ``base_url``, which is made, under the name by which :func:`pull` finds it."""
+    url = bundle_name(base_url, directory.name)
+    if (local := _local_path(url)) is not None:
+        with suppress(OSError):  # then the bundle cannot be written, which says why
+            local.parent.mkdir(exist_ok=True)  # never its parents too: they may be a volume that is not mounted
+    return pack(directory, url)
 
 
 def pull(base_url: str, entry: str, **options: Any) -> Bundle:

@@ -53,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)
     try:
-        arguments = _parser().parse_args(given[:split])
+        arguments, unknown = _parser().parse_known_args(given[:split])
+        if unknown:
+            hint = "; the command comes after --" if arguments.command is cli_run.run_program else ""
+            arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     except SystemExit as exit:  # argparse has printed the help or what is wrong
         return _DONE if exit.code in (None, 0) else _USAGE
     arguments.program = given[split + 1 :]
@@ -149,6 +152,7 @@ def _add_verbs_over_the_cache(commands: Any) -> None:
     for command in (clean, pack, unpack, push, pull):
         _add_common(command)
     _add_cache_dir(program)
+    program.usage = f"{program.prog} [options] -- CMD ..."
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
@@ -161,8 +165,8 @@ def _add_cache_dir(command: argparse.ArgumentParser) -> None:
 
 
 def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help.capitalize() + ".")
-    command.set_defaults(command=run)
+    command: argparse.ArgumentParser = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+    command.set_defaults(command=run, parser=command)
     return command
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from capture.compile_sources import CompileEvent
-    from capture.verify import VerifyReport
+    from capture.verification import VerifyReport
 
 __all__ = [
     "BundleError",
@@ -102,7 +102,7 @@ class VerificationError(CaptureError):
     """A captured graph does not give what eager gives.
 
     Attributes:
-        report: the :class:`capture.verify.VerifyReport` that failed.
+        report: the :class:`capture.verification.VerifyReport` that failed.
     """
 
     def __init__(self, report: VerifyReport, message: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,15 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ABSENT", "ENVIRONMENT_SWITCHES", "JSON", "Fingerprint", "environment_fields", "target_fields"]
+__all__ = [
+    "ABSENT",
+    "ENVIRONMENT_SWITCHES",
+    "JSON",
+    "Fingerprint",
+    "environment_fields",
+    "require_target",
+    "target_fields",
+]
 
 JSON: TypeAlias = Union[bool, int, float, str, Sequence["JSON"], Mapping[str, "JSON"], None]  # noqa: UP007
 
@@ -140,6 +149,16 @@ def environment_fields(device: str | torch.device) -> dict[str, JSON]:
     fields |= _device_fields(torch.device(device))
     fields |= {f"env.{name}": os.environ[name] for name in ENVIRONMENT_SWITCHES if name in os.environ}
     return fields
+
+
+def require_target(arch: str) -> None:
+    """Refuse a target that kernels are not built for, or that a device of its kind would not look for.
+
+    Raises:
+        ValueError: ``arch`` is not ``sm_`` and a number or ``gfx9`` and the rest, as :func:`environment_fields` has it.
+    """
+    if not re.fullmatch(r"sm_\d{2,3}|gfx9[0-9a-f]+", arch):
+        raise ValueError(f"target must be such as sm_90, gfx942 or gfx950, got {arch!r}")
 
 
 def target_fields(arch: str) -> dict[str, JSON]:

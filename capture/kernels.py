@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from capture.fingerprint import require_target
 from capture.launchers import build_launcher, take_launchers
 from capture.manifest import write_durably
 from capture.process import await_background
@@ -68,7 +68,10 @@ class KernelBuildUnit(Unit):
 
 def is_target(arch: str) -> bool:
     """Whether kernels can be built for ``arch`` without a device."""
-    return re.fullmatch(r"sm_?\d+a?|gfx9[0-9a-f]+", arch) is not None
+    with suppress(ValueError):
+        require_target(arch)
+        return True
+    return False
 
 
 def _forget(kernel: Any) -> bool:
@@ -108,7 +111,7 @@ def target_driver(target: str) -> Iterator[_StandIn]:
     """Triton's active driver is a stand-in for ``target``: it compiles, and cannot launch.
 
     Raises:
-        ValueError: ``target`` is neither ``sm_<number>`` nor ``gfx<name>``.
+        ValueError: as :func:`capture.fingerprint.require_target`.
     """
     from triton.runtime import driver
 
@@ -126,12 +129,11 @@ class _StandIn:
     def __init__(self, target: str) -> None:
         from triton.backends.compiler import GPUTarget
 
-        if match := re.fullmatch(r"sm_?(\d+)a?", target):
-            self._target = GPUTarget("cuda", int(match[1]), _NVIDIA_WARP)
-        elif re.fullmatch(r"gfx9[0-9a-f]+", target):
-            self._target = GPUTarget("hip", target, _AMD_WAVEFRONT)
+        require_target(target)
+        if target.startswith("sm_"):
+            self._target = GPUTarget("cuda", int(target[3:]), _NVIDIA_WARP)
         else:
-            raise ValueError(f"target must be such as sm_90, gfx942 or gfx950, got {target!r}")
+            self._target = GPUTarget("hip", target, _AMD_WAVEFRONT)
 
     def get_current_target(self) -> Any:
         return self._target

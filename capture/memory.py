@@ -16,7 +16,7 @@ from capture.buckets import choose_batch_sizes
 from capture.errors import GraphCaptureError
 
 if TYPE_CHECKING:
-    from capture.verify import VerifyReport
+    from capture.verification import VerifyReport
 
 __all__ = ["CaptureReport", "CapturedBucket", "Memory", "MemoryMeter", "fit_budget"]
 

@@ -13,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from capture.guard import Mode, Seal
     from capture.runner import GraphRunner
-    from capture.verify import VerifyReport
+    from capture.verification import VerifyReport
 
 __all__ = ["capture_verify", "pytest_addoption", "seal_compilation"]
 
@@ -33,7 +33,7 @@ def capture_verify(pytestconfig: pytest.Config) -> Iterator[Callable[..., Verify
     :class:`capture.VerifyReport`. Runners are closed when the test ends, unless the test brought them captured.
     """
     from capture.runner import GraphRunner
-    from capture.verify import verify
+    from capture.verification import verify
 
     opened: list[GraphRunner] = []
 

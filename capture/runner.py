@@ -26,7 +26,7 @@ from capture.outputs import OutputShapes, StaticOutputs
 from capture.ranks import Ranks
 
 if TYPE_CHECKING:
-    from capture.verify import VerifyReport
+    from capture.verification import VerifyReport
 
 __all__ = ["GraphRunner"]
 
@@ -352,7 +352,7 @@ class GraphRunner:
         self.ranks.agree(error, self.batch_sizes[-1])
 
     def _verify(self) -> VerifyReport:
-        from capture.verify import verify  # here: capture.verify reads runners
+        from capture.verification import verify  # here: capture.verification reads runners
 
         with self._all_ranks_or_none():
             report = verify(self)

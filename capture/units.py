@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from capture.fingerprint import JSON
+from capture.fingerprint import JSON, require_target
 from capture.report import BucketRow
 
 if TYPE_CHECKING:
@@ -68,6 +68,10 @@ class BuildOptions:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ValueError(f"batch_sizes must be positive numbers, got {self.batch_sizes}")
+        if self.max_seq_len < self.query_len:
+            raise ValueError(f"max_seq_len must be at least query_len={self.query_len}, got {self.max_seq_len}")
+        if self.target is not None:
+            require_target(self.target)
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ class VerifyUnit(Unit):
         return self._prove(resources, 1, again=True)
 
     def _prove(self, resources: Any, trials: int, again: bool) -> UnitResult:
-        from capture.verify import verify
+        from capture.verification import verify
 
         report = verify(self.runner(resources), trials=trials, again=again)
         report.raise_if_failed()

@@ -26,6 +26,8 @@ CONFIG = {
 
 
 def main() -> None:
+    from rich.console import Console
+
     from capture import WarmupReport
     from capture.report import render_side_by_side
 
@@ -38,7 +40,7 @@ def main() -> None:
         for _ in ("cold", "warm"):
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             reports.append(WarmupReport.from_json(json.loads(done.stdout)))
-    print(render_side_by_side(reports))
+    Console().print(render_side_by_side(reports))
     cold, warm = reports
     print(f"compiled: {cold.compiled} cold, {warm.compiled} warm")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 __all__ = [
     "FLOAT8_DTYPES",
+    "FLOAT_DTYPES",
     "KNOWN_KV_LORA_RANKS",
     "check_absorb_query",
     "check_expand_values",

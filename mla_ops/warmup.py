@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -38,7 +38,7 @@ from mla_ops.layer_functional import rms_norm
 from mla_ops.module import DeepseekMLA
 from mla_ops.ops import op_fingerprint
 from mla_ops.plan import DecodeMetadata, DecodePlan
-from mla_ops.validation import FLOAT8_DTYPES
+from mla_ops.validation import FLOAT8_DTYPES, FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from mla_ops.backends.triton.launch import Launch
@@ -84,8 +84,8 @@ class DecodeStep:
     def __init__(
         self, config: MLAConfig, options: BuildOptions, num_layers: int, *, pages_per_request: int = _VERIFY_PAGES
     ) -> None:
-        device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
-        self.config, self.options = config, options
+        device, (dtype, kv_dtype) = torch.device(options.device), _dtypes(options)
+        self.config, self.options, self.dtype, self.kv_dtype = config, options, dtype, kv_dtype
         self.generator = torch.Generator(device).manual_seed(0)
         self.blocks = [self._random_block(device, dtype) for _ in range(num_layers)]
         self.plan = DecodePlan(
@@ -96,7 +96,7 @@ class DecodeStep:
             page_size=options.page_size,
             device=device,
             dtype=dtype,
-            kv_dtype=_dtype("kv_dtype", options.kv_dtype or options.dtype),
+            kv_dtype=kv_dtype,
             backend=options.backend,
         )
         self.pages_per_request = min(pages_per_request, self.plan.max_pages)
@@ -105,7 +105,7 @@ class DecodeStep:
             num_layers=num_layers,
             num_pages=max(options.batch_sizes) * self.pages_per_request + 1,
             page_size=options.page_size,
-            dtype=_dtype("kv_dtype", options.kv_dtype or options.dtype),
+            dtype=kv_dtype,
             device=device,
         )
         for layer in self.cache.layers:
@@ -133,7 +133,7 @@ class DecodeStep:
         longest = min(self.pages_per_request * options.page_size, options.max_seq_len)
         lens = torch.randint(options.query_len, longest + 1, (batch_size,), device=where, generator=generator)
         return {
-            "hidden_states": hidden.to(device, _dtype("dtype", options.dtype)),
+            "hidden_states": hidden.to(device, self.dtype),
             "block_table": table.to(device),
             "seq_lens": lens.to(device, torch.int32),
         }
@@ -169,7 +169,7 @@ class DecodeStep:
     def compile(self) -> None:
         """Let the layers share a compiled function, and call it on a step of padded requests, which writes nothing, for
         each backend that the plan has for some size: a graph is of one."""
-        compiled, dtype = compile_layers(self.blocks), _dtype("dtype", self.options.dtype)
+        compiled, dtype = compile_layers(self.blocks), self.dtype
         steps = {metadata.backend: metadata for metadata in map(self.plan.at, sorted(self.options.batch_sizes)[::-1])}
         with torch.no_grad():
             for metadata in steps.values():
@@ -185,7 +185,7 @@ class DecodeStep:
                 nn.init.ones_(parameter)
             else:
                 nn.init.normal_(parameter, std=0.02, generator=self.generator)
-        if _dtype("kv_dtype", self.options.kv_dtype or self.options.dtype) in FLOAT8_DTYPES:
+        if self.kv_dtype in FLOAT8_DTYPES:
             block.self_attn.kv_scale = torch.ones(1, device=device)
         return block.requires_grad_(False)
 
@@ -221,8 +221,7 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
     num_layers = options.layers or layers_of_model
     if num_layers is None:
         raise ValueError(f"{model} says nothing of layers; give a number of layers (--layers)")
-    device, dtype = torch.device(options.device), _dtype("dtype", options.dtype)
-    kv_dtype = _dtype("kv_dtype", options.kv_dtype or options.dtype)
+    device, (dtype, kv_dtype) = torch.device(options.device), _dtypes(options)
     if options.target:
         return _ahead(str(model), config, options, dtype, kv_dtype)
     choice = select(
@@ -396,11 +395,26 @@ _LAYERS_OF_PRESET = {
 }
 
 
-def _dtype(name: str, value: str) -> torch.dtype:
+def _dtypes(options: BuildOptions) -> tuple[torch.dtype, torch.dtype]:
+    """Of the step, and of the cache."""
+    dtype = _dtype("dtype", options.dtype, FLOAT_DTYPES)
+    if options.kv_dtype is None:
+        return dtype, dtype
+    kv_dtype = _dtype("kv_dtype", options.kv_dtype, (*FLOAT_DTYPES, *FLOAT8_DTYPES))
+    if kv_dtype != dtype and kv_dtype not in FLOAT8_DTYPES:
+        raise ValueError(f"kv_dtype must be dtype={options.dtype} or {_names(FLOAT8_DTYPES)}, got {options.kv_dtype}")
+    return dtype, kv_dtype
+
+
+def _dtype(name: str, value: str, served: Sequence[torch.dtype]) -> torch.dtype:
     dtype = getattr(torch, value, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"{name} must name a floating torch dtype, such as bfloat16, got {value!r}")
+    if not isinstance(dtype, torch.dtype) or dtype not in served:
+        raise ValueError(f"{name} must name a floating torch dtype of {_names(served)}, got {value!r}")
     return dtype
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _compiler_missing(device: torch.device) -> str:

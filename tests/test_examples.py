@@ -31,7 +31,9 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_example_runs(example: str, tmp_path: Path) -> None:
-    assert run([sys.executable, str(ROOT / "examples" / example)], tmp_path).stdout
+    said = run([sys.executable, str(ROOT / "examples" / example)], tmp_path).stdout
+    assert said
+    assert " object at 0x" not in said
 
 
 def test_readme_code_runs(tmp_path: Path) -> None:

@@ -36,6 +36,15 @@ class Bench(_Bench):
         return answer
 
 
+def test_a_number_of_sizes_that_there_is_not_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["first_run", "--sizes", "8,2"])
+    with pytest.raises(SystemExit):
+        first_run.main()
+    assert "argument --sizes: must be of 4, 8, 35, got 2" in capsys.readouterr().err
+
+
 def test_a_row_that_takes_too_long_says_how_long_it_was_given(tmp_path: Path) -> None:
     assert Bench(tmp_path, ours_cold="slow").row(SMALL, "ours cold")["word"] == "more than 20 s"
 

@@ -6,6 +6,7 @@ import ast
 import importlib
 import pickle
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -67,6 +68,13 @@ def test_every_name_in_all_can_be_imported(module: str) -> None:
     loaded = importlib.import_module(module)
     for name in declared(module) or []:
         assert getattr(loaded, name) is not None or name in vars(loaded)
+
+
+@pytest.mark.parametrize("package", [capture, mla_ops], ids=lambda package: package.__name__)
+def test_no_public_name_is_that_of_a_module(package: ModuleType) -> None:
+    """An import of that module would put it in place of what the name means."""
+    modules = {module.rpartition(".")[2] for module in MODULES if module.rpartition(".")[0] == package.__name__}
+    assert not modules & set(package.__all__)
 
 
 def test_the_package_offers_every_exception() -> None:

@@ -98,7 +98,7 @@ def test_a_folder_url_holds_one_bundle_for_each_fingerprint(
     scheme: str, cache: Path, other: Path, tmp_path: Path
 ) -> None:
     warm_up(cache)
-    base = f"memory://{uuid.uuid4()}" if scheme == "memory" else f"file://{tmp_path}"
+    base = f"memory://{uuid.uuid4()}" if scheme == "memory" else f"file://{tmp_path}/made"
     pushed = push(entry(cache), base)
     assert pushed.url == bundle_name(base, entry(cache).name)
     pull(base, entry(cache).name, digest=pushed.digest, cache_dir=other, device="cpu")

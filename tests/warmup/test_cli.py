@@ -110,6 +110,8 @@ def test_the_device_is_opened_before_torch_is_needed(
         ("exec", "--device", "cpu", "--label", "a b", "--", "true"),
         ("status", *TOY, "--", "true"),
         ("build", *TOY, "--target", "sm_90"),
+        ("build", "--model", "deepseek-v3", "--target", "sm90"),
+        ("status", *TOY, "--query-len", "5", "--max-seq-len", "4"),
     ],
     ids=" ".join,
 )
@@ -134,6 +136,23 @@ def test_a_gpu_that_is_not_there_is_said(
     code, _, err = run(capsys, *arguments, "--device", "cuda", *(["--", "true"] if arguments[0] == "exec" else []))
     assert code == 2
     assert err == "mla-warmup: device cuda is not here: GPUs that torch finds: 0\n"
+
+
+def test_exec_says_that_its_command_comes_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "-- CMD" in run(capsys, "--help")[1]
+    usage, _, about = run(capsys, "exec", "--help")[1].partition("\n\n")
+    assert usage.endswith("-- CMD ...")
+    assert about.startswith("Run a program, such as a server, over an entry: -- CMD.")
+    code, _, err = run(capsys, "exec", "--keep", "vllm", "serve")
+    assert code == 2
+    assert "mla-warmup exec: error: unrecognized arguments: vllm serve; the command comes after --" in err
+
+
+def test_an_unknown_option_shows_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "bench", *TOY, "--cache-dir", "x")
+    assert code == 2
+    assert err.startswith("usage: mla-warmup bench")
+    assert err.endswith("mla-warmup bench: error: unrecognized arguments: --cache-dir x\n")
 
 
 def test_build_is_0_and_prints_one_report(capsys: pytest.CaptureFixture[str]) -> None:

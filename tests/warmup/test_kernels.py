@@ -203,10 +203,12 @@ def test_a_record_holds_no_path_and_no_library_hash(cache: Path) -> None:
         assert str(Path(triton.__file__).parent) not in json.dumps(record)
 
 
-@pytest.mark.parametrize("target", ["", "cpu", "gfx", "sm_", "volta", "gfx942:xnack-"])
+@pytest.mark.parametrize("target", ["", "cpu", "gfx", "sm_", "sm_1", "sm90", "sm_90a", "volta", "gfx942:xnack-"])
 def test_an_unknown_target_is_refused(target: str) -> None:
     with pytest.raises(ValueError, match="target must be such as"), target_driver(target):
         pass
+    with pytest.raises(ValueError, match="target must be such as"):
+        BuildOptions(target=target)
 
 
 def test_the_driver_and_the_hooks_are_as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -192,12 +192,12 @@ def verdict(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
         if errors:
             raise errors[0]
 
-    module = ModuleType("capture.verify")
+    module = ModuleType("capture.verification")
     module.verify = lambda runner, trials, again: SimpleNamespace(  # type: ignore[attr-defined]
         raise_if_failed=raise_if_failed,
         buckets=[SimpleNamespace(batch_size=size, fillings=(1,) * trials) for size in runner.captured],
     )
-    monkeypatch.setitem(sys.modules, "capture.verify", module)
+    monkeypatch.setitem(sys.modules, "capture.verification", module)
     return errors
 
 

@@ -234,7 +234,8 @@ def _upload(file: IO[bytes], url: str) -> None:
     except (OSError, ValueError, ImportError, NotImplementedError) as error:
         if part is not None:
             part.unlink(missing_ok=True)
-        raise BundleError(f"{url} cannot be written ({type(error).__name__}: {error})") from error
+        reason = str(error) or "fsspec cannot write there"
+        raise BundleError(f"{url} cannot be written ({type(error).__name__}: {reason})") from error
 
 
 def _local_path(url: str) -> Path | None:

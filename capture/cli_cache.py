@@ -123,7 +123,8 @@ def _unpacked(bundle: Bundle, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({**_row(bundle), "taken": list(bundle.taken)})
     else:
-        print(f"{bundle.entry}: units taken: {len(bundle.taken)} of {len(bundle.units)}, the others were there")
+        others = "" if len(bundle.taken) == len(bundle.units) else ", the others were there"
+        print(f"{bundle.entry}: units taken: {len(bundle.taken)} of {len(bundle.units)}{others}")
     return _DONE
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ class Explanation:
     Attributes:
         entry: the fingerprint's digest: the directory that was looked for.
         hits, missing, damaged: keys of the plan's units.
+        files: relative paths of damaged files, the manifest among them -> what is wrong with them.
         nearest: the entry that differs in the fewest fields, if the one that was looked for is not there.
         differences: those fields.
         unreadable: entries that could not be compared, and why.
@@ -42,6 +43,7 @@ class Explanation:
     hits: tuple[str, ...]
     missing: tuple[str, ...]
     damaged: tuple[str, ...]
+    files: Mapping[str, str]
     nearest: str | None
     differences: tuple[FieldDifference, ...]
     unreadable: tuple[str, ...]
@@ -52,10 +54,11 @@ class Explanation:
         lines = [f"{self.entry}: units that the cache has: {len(self.hits)} of {total}"]
         lines += [f"damaged: {key}" for key in self.damaged]
         lines += [f"missing: {key}" for key in self.missing]
+        lines += [f"damaged file {path}: {reason}" for path, reason in self.files.items()]
         if self.nearest is not None:
             lines.append(f"nothing was built under this fingerprint; the nearest entry is {self.nearest}, where")
             lines += [f"  {row.field} is {row.there!r}; here it is {row.here!r}" for row in self.differences]
-        elif self.missing and not self.hits and not self.damaged:
+        elif self.missing and not self.hits and not self.files:
             lines.append("the cache has no other entry to compare with")
         return lines + [f"not compared: {line}" for line in self.unreadable]
 
@@ -69,13 +72,14 @@ def explain(plan: WarmupPlan) -> Explanation:
     keys: dict[str, list[str]] = {"hit": [], "missing": [], "damaged": []}
     for planned in plan.units:
         keys[planned.state].append(planned.unit.key)
-    present = bool(keys["hit"] or keys["damaged"])
+    present = bool(keys["hit"] or plan.damaged)
     nearest, differences, unreadable = _nearest(plan, [] if present else entries(plan.store.root))
     return Explanation(
         entry=plan.fingerprint.digest,
         hits=tuple(keys["hit"]),
         missing=tuple(keys["missing"]),
         damaged=tuple(keys["damaged"]),
+        files=dict(plan.damaged),
         nearest=nearest,
         differences=differences,
         unreadable=unreadable,

@@ -221,6 +221,8 @@ def spec(model: str | os.PathLike[str] | MLAConfig, options: BuildOptions) -> Wa
     num_layers = options.layers or layers_of_model
     if num_layers is None:
         raise ValueError(f"{model} says nothing of layers; give a number of layers (--layers)")
+    if layers_of_model is not None and num_layers > layers_of_model:
+        raise ValueError(f"layers must be at most the model's {layers_of_model}, got {num_layers}")
     device, (dtype, kv_dtype) = torch.device(options.device), _dtypes(options)
     if options.target:
         return _ahead(str(model), config, options, dtype, kv_dtype)

@@ -300,6 +300,16 @@ def test_an_entry_without_manifest_is_not_packed(cache: Path, tmp_path: Path) ->
         pack(entry(cache), str(tmp_path / "bundle.tar.zst"))
 
 
+def test_a_file_system_that_only_reads_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reads_only(url: str, mode: str) -> None:
+        raise NotImplementedError  # as fsspec's HTTP does
+
+    warm_up(cache)
+    monkeypatch.setattr("capture.bundle._open", reads_only)
+    with pytest.raises(BundleError, match=r"cannot be written \(NotImplementedError: fsspec cannot write there\)"):
+        pack(entry(cache), "http://example.org/bundle.tar.zst")
+
+
 def test_a_full_disk_leaves_the_cache_as_it_was(packed: Bundle, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("capture.bundle.shutil.disk_usage", lambda root: type("usage", (), {"free": 100}))
     with pytest.raises(BundleError, match="more than the limit of 100"):

@@ -66,6 +66,15 @@ def test_units_of_a_present_entry_are_named_and_nothing_compared(cache: Path) ->
     assert json.loads(json.dumps(found.to_json()))["damaged"] == ["kernel-1"]
 
 
+def test_a_damaged_manifest_is_named_and_nothing_compared(cache: Path) -> None:
+    build(cache, toy_spec(*kernels(2), dtype="float32"))
+    build(cache)
+    (plan(cache).directory / "manifest.json").write_text("{")
+    found = explain(plan(cache))
+    assert (found.nearest, list(found.files)) == (None, ["manifest.json"])
+    assert any(line.startswith("damaged file manifest.json: ") for line in found.lines())
+
+
 def test_an_empty_cache_has_nothing_to_compare_with(cache: Path) -> None:
     assert "the cache has no other entry to compare with" in explain(plan(cache)).lines()
     assert not cache.exists()

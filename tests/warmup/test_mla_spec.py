@@ -164,12 +164,13 @@ def test_without_a_cxx_compiler_a_cpu_block_is_plain_ops(monkeypatch: pytest.Mon
         pytest.param("deepseek-v3", {"dtype": "int32"}, "dtype must name a floating", id="dtype"),
         pytest.param("deepseek-v3", {"kv_dtype": "nonsense"}, "kv_dtype must name", id="kv_dtype"),
         pytest.param("deepseek-v3", {"dtype": "float8_e4m3fn"}, "dtype must name a floating", id="fp8 weights"),
+        pytest.param("deepseek-v3", {"layers": 62}, "layers must be at most the model's 61, got 62", id="layers"),
         pytest.param("deepseek-v3", {"kv_dtype": "float16"}, "kv_dtype must be dtype=float32 or", id="kv_dtype alone"),
     ],
 )
 def test_what_does_not_fit_is_refused(model: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        spec(model, options(layers=1, **changes))
+        spec(model, options(**{"layers": 1, **changes}))
 
 
 def test_without_compile_no_compiler_is_imported(model: Path, tmp_path: Path) -> None:

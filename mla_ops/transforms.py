@@ -46,7 +46,8 @@ def recompute(
     needed = [i for i in differentiable if ctx.needs_input_grad[i]]
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in ctx.saved_tensors]
+        # Aliases: where one input is another or was computed from it, a gradient must end at the input it is asked of
+        inputs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in ctx.saved_tensors]
         outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad]

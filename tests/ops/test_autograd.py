@@ -208,3 +208,18 @@ def test_a_backend_without_a_backward_refuses_a_gradient(op: str, fake_backend: 
     with torch.no_grad():
         calls_of(fake_backend, True)[op]()
     calls_of(fake_backend, False)[op]()
+
+
+@pytest.mark.parametrize("relation", ["same", "computed"])
+def test_inputs_that_hang_together_get_each_gradient_once(relation: str) -> None:
+    indptr = torch.tensor([0, 3]).int()
+
+    def function(x: Tensor) -> Tensor:
+        q = x * 1.5
+        k, v = (q, q) if relation == "same" else (q.exp(), q.sin())
+        sizes = {"max_seqlen_q": 3, "max_seqlen_k": 3, "softmax_scale": 0.3}
+        return mla_ops.mla_prefill(q, k, v, indptr, indptr, **sizes, backend="reference").out
+
+    leaf = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(function, (leaf,), fast_mode=True)
+    assert gradgradcheck(function, (leaf,), fast_mode=True)

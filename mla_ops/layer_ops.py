@@ -208,6 +208,7 @@ def _expand_values_fake(latent: Tensor, w_uv: Tensor, backend: str = "reference"
 
 def _register_gradient(library: torch.library.Library, op: str) -> None:
     """Gradients of the first two inputs, by running the reference again; the last input is the backend."""
+    schema = getattr(torch.ops.mla_ops, op).default._schema
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         transforms.refuse_other_backends(op, inputs[-1])
@@ -215,6 +216,7 @@ def _register_gradient(library: torch.library.Library, op: str) -> None:
             raise InferenceOnlyError(
                 "linear has no gradient of a second weight or a residual; multiply and add apart from each other"
             )
+        transforms.refuse_other_inputs(op, inputs, [x.name for x in schema.arguments[:2]])
         ctx.save_for_backward(*inputs[:2])
         ctx.rest = inputs[2:-1]
 

@@ -28,6 +28,7 @@ __all__ = [
     "goes_straight",
     "recompute",
     "refuse_other_backends",
+    "refuse_other_inputs",
     "register",
     "register_differentiable",
     "register_inference_only",
@@ -75,8 +76,16 @@ def refuse_other_backends(op: str, backend: str) -> None:
         )
 
 
+def refuse_other_inputs(op: str, inputs: Sequence[Any], differentiable: Sequence[str]) -> None:
+    """Raise where a gradient is asked of an input that gets none: None would be taken for zero."""
+    for argument, x in zip(getattr(_ops, op).default._schema.arguments, inputs, strict=True):
+        if isinstance(x, Tensor) and x.requires_grad and argument.name not in differentiable:
+            raise InferenceOnlyError(f"{op} has no gradient of {argument.name}; detach it")
+
+
 def _decode_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     refuse_other_backends("mla_decode", inputs[12])
+    refuse_other_inputs("mla_decode", inputs, ("q", "kv_cache"))
     ctx.save_for_backward(inputs[0], inputs[1])
     ctx.rest = (*inputs[2:8], *inputs[9:12], infer_kv_lora_rank(inputs[0].shape[2], inputs[13]))
 
@@ -105,6 +114,7 @@ def _prefill_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     refuse_other_backends("gather_latent_cache", inputs[9])
+    refuse_other_inputs("gather_latent_cache", inputs, ("kv_cache",))
     ctx.save_for_backward(inputs[0])
     ctx.rest = (*inputs[1:5], inputs[6], inputs[5], *inputs[7:9])
 

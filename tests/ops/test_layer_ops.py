@@ -200,6 +200,13 @@ def test_linear_refuses_a_gradient_of_all_but_the_first_product(name: str) -> No
         mla_ops.linear(**call)
 
 
+def test_absorb_query_refuses_a_gradient_of_its_frequencies() -> None:
+    call = absorb_query(torch.float32)
+    call["inv_freq"] = call["inv_freq"].clone().requires_grad_()
+    with pytest.raises(InferenceOnlyError, match="absorb_query has no gradient of inv_freq; detach it"):
+        mla_ops.absorb_query(**call, backend="reference")
+
+
 @pytest.mark.parametrize("name", ["q_a", "latent", "q_weight", "kv_weight", "kv_cache"])
 def test_norm_rope_write_refuses_a_gradient(name: str) -> None:
     call = norm_rope_write(torch.float32)

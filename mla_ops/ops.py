@@ -313,7 +313,7 @@ def _merge_attn_states(
     validation.check_merge_attn_states(out_a, lse_a, out_b, lse_b)
     kernel = backend_kernel("merge_attn_states", backend)
     if not out_a.numel():
-        return torch.empty_like(out_a), torch.maximum(lse_a, lse_b)
+        return out_a.new_empty(out_a.shape), torch.logaddexp(lse_a, lse_b).contiguous()
     result: tuple[Tensor, Tensor] = kernel(out_a, lse_a, out_b, lse_b)
     return result
 

@@ -277,4 +277,5 @@ def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
     for out, part in ((out_a, lse_a), (out_b, lse_b)):
         empty = part.isneginf()[..., None]  # a side without keys may hold anything, NaN included
         merged = merged + out.to(compute).masked_fill(empty, 0.0) * (part - shift).exp()[..., None]
-    return merged.to(out_a.dtype), lse.float()
+    # Sums have the strides of what is added
+    return merged.to(out_a.dtype).contiguous(), lse.float().contiguous()

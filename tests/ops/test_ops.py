@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -89,6 +90,19 @@ def test_every_op_of_the_schemas_is_called_here() -> None:
 def test_opcheck(op: str, dtype: torch.dtype) -> None:
     overload, make = CALLS[op]
     torch.library.opcheck(overload, *make(dtype))
+
+
+def test_opcheck_of_a_merge_of_states_with_the_heads_outside() -> None:
+    out, lse = torch.randn(4, 3, 8).transpose(0, 1), torch.randn(4, 3).T
+    torch.library.opcheck(OPS.merge_attn_states.default, (out, lse, out.clone(), lse.clone()))
+
+
+@pytest.mark.parametrize(("heads", "width"), [(0, 8), (4, 0)])
+def test_a_merge_of_empty_states_has_the_metadata_and_lse_of_any(heads: int, width: int) -> None:
+    out, lse = torch.zeros(3, heads, width), torch.randn(heads, 3).T
+    merged = mla_ops.merge_attn_states(out, lse, out, lse)
+    assert (merged.out.shape, merged.lse.is_contiguous()) == (out.shape, True)
+    assert torch.allclose(merged.lse, lse + math.log(2))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck of torch 2.14

@@ -259,7 +259,7 @@ def gather_latent_cache(
         position = position + seq_starts[request]
     num_pages = kv_indptr[request + 1] - kv_indptr[request]
     kv_lens = torch.where(num_pages > 0, (num_pages - 1) * page_size + kv_last_page_lens[request], 0)
-    live = (token < cu_seqlens[-1]) & (position < kv_lens)
+    live = (token >= cu_seqlens[0]) & (token < cu_seqlens[-1]) & (position >= 0) & (position < kv_lens)
     entry = (kv_indptr[request] + position // page_size).where(live, 0)
     page = kv_indices[entry].where(live, 0)
     rows = kv_cache[page, (position % page_size).where(live, 0)]

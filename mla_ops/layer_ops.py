@@ -116,6 +116,7 @@ def norm_rope_write(
     if not latent.numel():
         return q_a.new_empty(q_a.shape), latent.new_empty(latent.shape)
     result: tuple[Tensor, Tensor] = kernel(*tensors, eps, rope_scale, interleave, kv_scale)
+    torch.autograd.graph.increment_version(kv_cache)  # as in write_latent_cache
     return result
 
 

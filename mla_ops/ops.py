@@ -236,6 +236,7 @@ def write(
         kernel = remember(key, bound_kernel("write_latent_cache", backend))
     if slot_mapping.numel() and kv_cache.numel():
         kernel(*tensors)
+        torch.autograd.graph.increment_version(kv_cache)  # kernels write through an address, unseen by autograd
 
 
 def apart(written: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

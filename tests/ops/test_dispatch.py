@@ -289,6 +289,24 @@ def test_a_bad_call_after_a_good_one_is_refused(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", WRITING)
+def test_autograd_learns_of_a_write_whoever_writes(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels write through addresses. A cache that a backward still needs must not change without a word."""
+
+    def unseen(*args: Any) -> Any:
+        return getattr(reference, op)(*[x.data if isinstance(x, Tensor) else x for x in args])
+
+    for module in (ops, layer_ops):
+        monkeypatch.setattr(module, "bound_kernel", lambda *_: unseen)
+    arguments = PUBLIC[op](torch.float32)
+    cache = arguments["kv_cache"]
+    x = torch.ones(1, requires_grad=True)
+    product = (x * cache).sum()
+    call(op, arguments)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("op", WRITING)
 def test_rows_of_the_cache_itself_are_read_before_it_is_written(op: str, learning: type[Learning]) -> None:
     """They are copied, and a copy is dense where the rows of a call like it are not."""
     first, second = ("kv_c", "k_pe") if op == "write_latent_cache" else ("q_a", "latent")

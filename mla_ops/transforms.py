@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
 
 from mla_ops.backends import reference
 from mla_ops.errors import InferenceOnlyError
@@ -151,6 +152,15 @@ def _needs_grad(*args: Any, **kwargs: Any) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)
 
 
+def _has_tangent(*args: Any, **kwargs: Any) -> bool:
+    """Whether an input carries a forward gradient, which no key and no flag of the tensor tells."""
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+        for x in (*args, *kwargs.values())
+        if isinstance(x, Tensor)
+    )
+
+
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
@@ -161,6 +171,8 @@ def goes_straight(first: Tensor, *others: Tensor | None) -> bool:
     The others are on the device and of the kind of ``first``, or the op's checks refuse them.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_function_stack() or torch._C._autograd._profiler_enabled():
+        return False
+    if forward_ad._current_level >= 0:
         return False
     grad = torch.is_grad_enabled()
     for x in (first, *others):
@@ -187,6 +199,8 @@ def register_differentiable(
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         if keyset.raw_repr() & _NOT_PLAIN or _needs_grad(*args):
             return full(keyset, *args)
+        if _has_tangent(*args):  # the reference's own operations carry it on
+            refuse_other_backends(name, next((x for x in args if isinstance(x, str)), "reference"))
         return entry(*args)
 
     library.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
@@ -198,7 +212,7 @@ def register_inference_only(
     """Let an op that writes in place, whose kernel is ``entry``, refuse inputs that require a gradient."""
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if _needs_grad(*args, **kwargs):
+        if _needs_grad(*args, **kwargs) or _has_tangent(*args, **kwargs):
             raise InferenceOnlyError(
                 f"{op} writes in place and has no gradient; call it under torch.no_grad(), or detach the tensors"
             )

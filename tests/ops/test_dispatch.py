@@ -10,14 +10,15 @@ import torch
 from layer_calls import CALLS, TOKENS
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_ops
-from mla_ops import functional, layer_functional, layer_ops, ops, signatures
-from mla_ops.backends import reference
+from mla_ops import InferenceOnlyError, functional, layer_functional, layer_ops, ops, signatures
+from mla_ops.backends import kernels, reference
 from mla_ops.testing import make_decode_inputs
 
 Arguments = dict[str, Any]
@@ -179,6 +180,23 @@ def test_a_negative_view_is_made_real_first(op: str) -> None:
             expected = call(op, copied(arguments) | {name: -x})
             found = call(op, copied(arguments) | {name: torch._neg_view(x)})
             assert all(map(torch.equal, found, expected)), name
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, at the first dual tensor
+@pytest.mark.parametrize("op", sorted(PUBLIC))
+def test_a_forward_gradient_is_given_or_refused(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = PUBLIC[op](torch.float32)
+    first, x = next(iter(arguments.items()))
+    with forward_ad.dual_level():
+        arguments[first] = forward_ad.make_dual(x, torch.ones_like(x))
+        if op in WRITING:
+            with pytest.raises(InferenceOnlyError, match="writes in place and has no gradient"):
+                call(op, arguments)
+            return
+        assert forward_ad.unpack_dual(call(op, arguments)[0]).tangent.any()
+        monkeypatch.setitem(kernels._KERNELS, (op, "triton"), getattr(reference, op))
+        with pytest.raises(InferenceOnlyError, match=f'{op} with backend="triton" is for inference'):
+            getattr(mla_ops, op)(**arguments, backend="triton")
 
 
 @pytest.mark.parametrize("op", sorted(set(AROUND) - set(WRITING)))

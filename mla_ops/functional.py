@@ -113,8 +113,9 @@ def mla_decode(
         *(backend, kv_lora_rank),
     )
     if out is None:
-        # A pass through the dispatcher costs as much as both launches
-        straight = goes_straight(*arguments[:6], q_scale, kv_scale)
+        # A pass through the dispatcher costs as much as both launches, but it alone refuses or converts a scalar
+        scalars = (type(max_seqlen_q), type(num_kv_splits), type(softmax_scale), type(kv_lora_rank or 0))
+        straight = scalars == (int, int, float, int) and goes_straight(*arguments[:6], q_scale, kv_scale)
         return AttentionOutput(*(ops.decode if straight else _ops.mla_decode)(*arguments))
     _ops.mla_decode.out(*arguments, out=out[0], lse=out[1])
     return AttentionOutput(*out)

@@ -306,6 +306,30 @@ def test_a_bad_call_after_a_good_one_is_refused(op: str) -> None:
     assert all(map(torch.equal, call(op, copied(arguments)), expected))
 
 
+@pytest.mark.parametrize(
+    ("op", "name", "bad"),
+    [
+        ("mla_decode", "max_seqlen_q", 1.0),
+        ("mla_decode", "num_kv_splits", 0.0),
+        ("mla_decode", "num_kv_splits", None),
+        ("mla_decode", "kv_lora_rank", 32.0),
+        ("mla_decode", "softmax_scale", None),
+        ("rms_norm", "eps", "1e-6"),
+        ("norm_rope_write", "eps", None),
+        ("norm_rope_write", "rope_scale", None),
+        ("absorb_query", "rope_scale", None),
+        ("absorb_query", "scaling_beta", "0"),
+        ("absorb_query", "scaling_window", 4.0),
+    ],
+)
+def test_a_scalar_of_a_wrong_type_is_named_and_spoils_no_good_call(op: str, name: str, bad: object) -> None:
+    """32.0 is 32 as a key: what the bad call leaves behind must not serve the good one."""
+    arguments = PUBLIC[op](torch.float32)
+    with pytest.raises(RuntimeError, match=f"for argument '{name}' but instead found type '{type(bad).__name__}'"):
+        call(op, copied(arguments) | {name: bad})
+    call(op, copied(arguments))
+
+
 @pytest.mark.parametrize("op", WRITING)
 def test_autograd_learns_of_a_write_whoever_writes(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels write through addresses. A cache that a backward still needs must not change without a word."""

@@ -18,7 +18,10 @@ _ops = torch.ops.mla_ops
 
 
 def _resolved(backend: str, like: Tensor) -> str:
-    return select(None, like.device, like.dtype, op="layer").name if backend == "auto" else backend
+    if backend != "auto":
+        return backend
+    # What is wrong with a tensor that no backend takes, the op's checks say
+    return select(None, like.device, like.dtype, op="layer").name if like.is_floating_point() else "reference"
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") -> Tensor:

@@ -274,6 +274,15 @@ def test_bad_input_is_an_error_that_names_the_argument(
         getattr(mla_ops, op)(**call)
 
 
+@pytest.mark.parametrize(
+    ("op", "name"), [("rms_norm", "x"), ("linear", "x"), ("norm_rope_write", "latent"), ("absorb_query", "q")]
+)
+def test_auto_leaves_it_to_the_op_to_name_a_wrong_dtype(op: str, name: str) -> None:
+    call = CALLS[op](torch.float32)
+    with pytest.raises(TypeError, match=f"^{name} must be"):
+        getattr(mla_ops, op)(**call | {name: call[name].int()})
+
+
 @pytest.mark.parametrize("backend", ["aiter", "flash_mla"])
 def test_backends_of_attention_alone_say_so(backend: str) -> None:
     with pytest.raises(BackendUnavailableError, match="it serves attention and the cache only"):

@@ -51,7 +51,7 @@ def _resolved(backend: str, like: Tensor) -> str:
 
 def _decode_widths(q: Tensor, kv_lora_rank: int | None) -> tuple[int, int] | None:
     """(latent_dim, kv_lora_rank) where they are known; what is wrong with them, the op says."""
-    if torch.version.hip is None or q.dim() != 3:  # elsewhere no backend is chosen by them
+    if q.dim() != 3:
         return None
     rank = kv_lora_rank or KNOWN_KV_LORA_RANKS.get(q.shape[2])
     return None if rank is None else (q.shape[2], rank)

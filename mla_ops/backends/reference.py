@@ -43,8 +43,8 @@ _SCRATCH_BYTES = 256 << 20
 
 
 def _dequantised(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    x = x.to(dtype)
-    return x if scale is None else x * scale.to(dtype)
+    # Only fp8 was divided by a scale
+    return x.to(dtype) if scale is None or x.dtype not in FLOAT8_DTYPES else x.to(dtype) * scale.to(dtype)
 
 
 def _rows_of_requests(indptr: Tensor, width: int, total: int) -> Tensor:

@@ -72,6 +72,7 @@ class DeepseekMLA(nn.Module):
         self.o_proj = linear(heads * config.v_head_dim, config.hidden_size, bias=bias)
         self.rotary_emb = RotaryEmbedding(config, device)
         self.register_buffer("kv_scale", None, persistent=False)
+        self.register_load_state_dict_post_hook(_compute_frequencies)  # type: ignore[no-untyped-call]
 
     @property
     def W_UK(self) -> Tensor:
@@ -335,6 +336,13 @@ class DeepseekMLA(nn.Module):
         return self._kv_b_weight().view(
             self.num_local_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank
         )
+
+
+def _compute_frequencies(layer: DeepseekMLA, _: object) -> None:
+    """After a load: weights that are assigned to a layer made on the meta device bring no frequencies with them."""
+    rope, weight = layer.rotary_emb, layer.o_proj.weight
+    if rope.inv_freq.is_meta and not weight.is_meta:
+        rope.to_empty(device=weight.device)
 
 
 def _store_together(first: nn.Linear, second: nn.Linear) -> None:

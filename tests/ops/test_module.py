@@ -257,3 +257,13 @@ def test_the_down_projections_lie_together_and_stay_there_when_weights_are_loade
     assert second.data_ptr() == first.data_ptr() + first.nbytes
     assert torch.equal(first, other.q_a_proj.weight)
     assert torch.equal(second, other.kv_a_proj_with_mqa.weight)
+
+
+def test_a_layer_made_on_meta_works_once_weights_are_assigned() -> None:
+    whole = make_layer(CONFIG)
+    with torch.device("meta"):
+        layer = DeepseekMLA(CONFIG).requires_grad_(False)
+    layer.load_state_dict(whole.state_dict(), assign=True)
+    hidden = [torch.randn(length, CONFIG.hidden_size) for length in LENGTHS]
+    for found, expected in zip(Sequences(layer).prefill(hidden), Sequences(whole).prefill(hidden), strict=True):
+        assert torch.equal(found, expected)

@@ -6,6 +6,7 @@ Letters: T tokens, H heads, R kv_lora_rank, P qk_rope_head_dim, D = R + P, N qk_
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -101,6 +102,14 @@ class DeepseekMLA(nn.Module):
             self.kv_b_proj = None
         w_uk, w_uv = self._up_projections().split_with_sizes((self.config.qk_nope_head_dim, self.config.v_head_dim), 1)
         return w_uk, w_uv
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        scale = self.kv_scale
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if scale is not None and self.kv_scale is not None and self.kv_scale.dtype != scale.dtype:
+            # .to(torch.bfloat16) is meant for the weights: the ops take a float32 scale, and rounded it is another
+            self.kv_scale = scale.to(self.kv_scale.device)
+        return self
 
     def parallelize(self, mesh: DeviceMesh) -> Self:
         """Shard the heads over a one-dimensional mesh, with torch's own tensor-parallel styles.

@@ -267,3 +267,12 @@ def test_a_layer_made_on_meta_works_once_weights_are_assigned() -> None:
     hidden = [torch.randn(length, CONFIG.hidden_size) for length in LENGTHS]
     for found, expected in zip(Sequences(layer).prefill(hidden), Sequences(whole).prefill(hidden), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_moving_to_another_dtype_keeps_the_scale_of_the_cache() -> None:
+    layer = make_layer(CONFIG)
+    layer.kv_scale = torch.tensor([0.037])
+    layer.to(torch.bfloat16)
+    assert layer.o_proj.weight.dtype == torch.bfloat16
+    assert torch.equal(layer.kv_scale, torch.tensor([0.037]))
+    assert layer.to("meta").kv_scale.is_meta

@@ -144,7 +144,8 @@ class MLAConfig:
                 or a ``transformers`` config object.
 
         Raises:
-            ValueError: the config is not of an MLA model; the message names the missing field.
+            ValueError: the config is not of an MLA model, or of one whose attention is another; the message says which
+                field is missing, or what is different.
             FileNotFoundError: no such file.
         """
         return cls(**_fields_from_hf(_hf_mapping(source)))
@@ -232,6 +233,12 @@ def _language_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     hf = _language_model(hf)
+    other = _HF_OTHER_ATTENTION.get(hf.get("model_type", "")) or ("rotates nothing" if hf.get("mla_use_nope") else None)
+    if other is not None:
+        raise ValueError(
+            f"the attention of model_type {hf.get('model_type')!r} is not served: it {other}; "
+            "make an MLAConfig by hand for what is the same"
+        )
     fields: dict[str, Any] = {}
     for ours, theirs in _HF_REQUIRED.items():
         if hf.get(theirs) is None:
@@ -265,6 +272,12 @@ _HF_REQUIRED = {
     "v_head_dim": "v_head_dim",
 }
 
+
+# Model types with the fields of an MLA config, and what their code does that no field says and DeepseekMLA does not.
+_HF_OTHER_ATTENTION = {
+    "kimi_linear": "rotates nothing",
+    "longcat_flash": "scales queries and latents by their ranks",
+}
 
 # Model types whose code rotates halves and whose config has no word for it.
 _HF_HALF_ROTATION = frozenset({"minicpm3"})

@@ -130,6 +130,12 @@ def test_from_hf_names_a_missing_field(missing: str) -> None:
         MLAConfig.from_hf({name: value for name, value in SMALL_HF.items() if name != missing})
 
 
+@pytest.mark.parametrize("name", ["KimiLinearConfig", "LongcatFlashConfig"])
+def test_from_hf_refuses_a_model_whose_attention_is_another(name: str) -> None:
+    with pytest.raises(ValueError, match=r"attention of model_type '(kimi_linear|longcat_flash)' is not served"):
+        MLAConfig.from_hf(getattr(transformers, name)())
+
+
 @pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "must hold a JSON object, got list")])
 def test_from_hf_refuses_a_file_that_is_no_json_object(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)

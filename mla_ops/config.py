@@ -192,13 +192,14 @@ def _checked_rope_scaling(scaling: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind != "yarn":
         raise ValueError(f'MLAConfig.rope_scaling must be of type "yarn", got {kind!r}')
     for name in ("factor", "original_max_position_embeddings"):
-        if name not in scaling:
+        if scaling.get(name) is None:
             raise ValueError(f"MLAConfig.rope_scaling needs {name!r}, got {sorted(scaling)}")
     values: dict[str, Any] = {name: float(scaling.get(name) or default) for name, default in _YARN_DEFAULTS.items()}
     values["factor"] = float(scaling["factor"])
     values["original_max_position_embeddings"] = int(scaling["original_max_position_embeddings"])
-    if values["factor"] < 1.0:
-        raise ValueError(f"MLAConfig.rope_scaling['factor'] must be at least 1, got {scaling['factor']}")
+    for name in ("factor", "original_max_position_embeddings"):
+        if not values[name] >= 1:
+            raise ValueError(f"MLAConfig.rope_scaling[{name!r}] must be at least 1, got {scaling[name]}")
     for name in ("attention_factor", "truncate", "llama_4_scaling_beta"):
         if scaling.get(name) is not None:
             values[name] = scaling[name]
@@ -254,7 +255,7 @@ def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     if scaling.get("rope_type", scaling.get("type", "default")) not in ("default", None):
         fields["rope_scaling"] = {
             "original_max_position_embeddings": hf.get("max_position_embeddings"),
-            **scaling,
+            **{name: value for name, value in scaling.items() if value is not None},
         }
     fields["rope_interleave"] = hf.get("model_type") not in _HF_HALF_ROTATION
     for name in ("rms_norm_eps", "rope_interleave", "max_position_embeddings", "attention_bias"):

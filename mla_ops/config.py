@@ -241,6 +241,9 @@ def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
             "make an MLAConfig by hand for what is the same"
         )
     fields: dict[str, Any] = {}
+    heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
+    if hf.get("model_type") == "minicpm3" and hf.get("v_head_dim") is None and heads and hidden:
+        hf = {**hf, "v_head_dim": hidden // heads}  # which a file may leave to the model's code
     for ours, theirs in _HF_REQUIRED.items():
         if hf.get(theirs) is None:
             raise ValueError(

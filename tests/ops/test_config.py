@@ -136,6 +136,11 @@ def test_from_hf_refuses_a_model_whose_attention_is_another(name: str) -> None:
         MLAConfig.from_hf(getattr(transformers, name)())
 
 
+def test_from_hf_knows_the_width_of_values_that_a_published_config_leaves_out() -> None:
+    published = {**SMALL_HF, "model_type": "minicpm3", "v_head_dim": None}
+    assert MLAConfig.from_hf(published).v_head_dim == 64 // 4
+
+
 def test_from_hf_takes_none_for_a_missing_value_of_rope_scaling() -> None:
     scaling = {**YARN, "type": "yarn", "original_max_position_embeddings": None}
     config = MLAConfig.from_hf({**SMALL_HF, "rope_scaling": scaling, "max_position_embeddings": 8192})

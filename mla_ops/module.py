@@ -250,9 +250,16 @@ class DeepseekMLA(nn.Module):
         return output
 
     def fuses(self, hidden_states: Tensor, backend: str) -> bool:
-        """Whether our kernels around attention serve a call: they have no gradient, and float32 at most."""
+        """Whether our kernels around attention serve a call.
+
+        They have no gradient, float32 at most, and the norms that a layer is made with.
+        """
         ours = backend == "triton" or (backend in ("aiter", "flash_mla") and _HAS_TRITON and hidden_states.is_cuda)
         if not ours or hidden_states.dtype == torch.float64:
+            return False
+        if not _is_plain(self.kv_a_layernorm, nn.RMSNorm):
+            return False
+        if self.config.q_lora_rank is not None and not _is_plain(self.q_a_layernorm, nn.RMSNorm):
             return False
         if not torch.is_grad_enabled():
             return True
@@ -362,12 +369,17 @@ def _store_together(first: nn.Linear, second: nn.Linear) -> None:
 
 
 def _weight_alone(layer: nn.Linear) -> Tensor | None:
-    """The weight of a layer that is the product with it and nothing else: no bias, hook, shard or subclass."""
+    """The weight of a layer that is the product with it and nothing else: no bias, shard or ``forward`` of its own."""
     weight: object = layer.weight
     bias: object = layer.bias
-    hooks = layer._forward_hooks or layer._forward_pre_hooks
-    alone = type(layer) is nn.Linear and type(weight) in (Tensor, nn.Parameter) and bias is None and not hooks
+    alone = _is_plain(layer, nn.Linear) and type(weight) in (Tensor, nn.Parameter) and bias is None
     return layer.weight if alone else None
+
+
+def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of it does what its class says: no hook, subclass, or ``forward`` of its own (accelerate's)."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks
+    return type(layer) is kind and not hooks and "forward" not in layer.__dict__
 
 
 def _product(layer: nn.Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -163,7 +163,7 @@ def absorb_query(
         validation.check_absorb_query(q, w_uk, positions, inv_freq, scaling_beta, scaling_window)
         kernel = remember(key, bound_kernel("absorb_query", backend))
     if not q.numel():
-        return q.new_empty(q.shape[0], q.shape[1], w_uk.shape[2] + 2 * inv_freq.shape[0])
+        return q.new_zeros(q.shape[0], q.shape[1], w_uk.shape[2] + 2 * inv_freq.shape[0])
     result: Tensor = kernel(q, w_uk, positions, inv_freq, *scalars)
     return result
 
@@ -194,7 +194,7 @@ def expand_values(latent: Tensor, w_uv: Tensor, backend: str = "reference") -> T
         validation.check_expand_values(latent, w_uv)
         kernel = remember(key, bound_kernel("expand_values", backend))
     if not latent.numel():
-        return latent.new_empty(latent.shape[0], w_uv.shape[0] * w_uv.shape[1])
+        return latent.new_zeros(latent.shape[0], w_uv.shape[0] * w_uv.shape[1])
     result: Tensor = kernel(latent, w_uv)
     return result
 

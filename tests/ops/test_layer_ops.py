@@ -150,6 +150,14 @@ def test_expand_values_is_a_product_per_head() -> None:
     assert_matches(mla_ops.expand_values(**call), expected)
 
 
+def test_a_product_over_no_width_is_zero() -> None:
+    positions, frequencies = torch.arange(2), torch.zeros(0)
+    for _ in range(3):  # new memory may be zero by chance
+        torch.full((2, 32), torch.nan), torch.full((2, 4, 8), torch.nan)
+        assert not mla_ops.expand_values(torch.zeros(2, 4, 0), torch.zeros(4, 8, 0)).any()
+        assert not mla_ops.absorb_query(torch.zeros(2, 4, 0), torch.zeros(4, 0, 8), positions, frequencies).any()
+
+
 def test_linear_is_torchs_with_each_weight() -> None:
     x, weight, second, residual = linear(torch.float32).values()
     expected = torch.cat([F.linear(x.double(), weight.double()), F.linear(x.double(), second.double())], dim=1)

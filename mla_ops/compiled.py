@@ -50,13 +50,21 @@ def compile_layers(
     call.__code__ = call.__code__.replace(co_name=f"mla_{method}")
     compiled = torch.compile(call, **{"fullgraph": True, **options})
 
-    def run(slots: list[_Slot], hidden_states: Tensor, positions: Tensor, kv_cache: Tensor, plan: Any) -> Tensor:
+    def run(
+        slots: list[_Slot],
+        hidden_states: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        plan: Any,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         if isinstance(plan, DecodePlan):
             plan = plan.at(hidden_states.shape[0] // plan.query_len)
+        rest = () if residual is None else (residual,)  # which only forward has
         if dynamic_batch and not torch.compiler.is_compiling():
-            _mark_batch(hidden_states, positions, plan)
+            _mark_batch([hidden_states, positions, *rest], plan)
         tensors = {name: x for name, store, key in slots if (x := store[key]) is not None}
-        return compiled(tensors, hidden_states, positions, kv_cache, plan)
+        return compiled(tensors, hidden_states, positions, kv_cache, plan, *rest)
 
     return [partial(run, _MethodOf(layer, method).slots()) for layer in layers]
 
@@ -101,8 +109,7 @@ class _MethodOf(nn.Module):
         return getattr(self.module, self.method)(*args)
 
 
-def _mark_batch(hidden_states: Tensor, positions: Tensor, plan: DecodeMetadata | PrefillPlan) -> None:
-    tensors = [hidden_states, positions]
+def _mark_batch(tensors: list[Tensor], plan: DecodeMetadata | PrefillPlan) -> None:
     for field in plan:
         if isinstance(field, Tensor):
             tensors.append(field)

@@ -144,7 +144,8 @@ class MLAConfig:
                 or a ``transformers`` config object.
 
         Raises:
-            ValueError: the config is not of an MLA model; the message names the missing field.
+            ValueError: the config is not of an MLA model, or of one whose attention is another; the message says which
+                field is missing, or what is different.
             FileNotFoundError: no such file.
         """
         return cls(**_fields_from_hf(_hf_mapping(source)))
@@ -191,13 +192,14 @@ def _checked_rope_scaling(scaling: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind != "yarn":
         raise ValueError(f'MLAConfig.rope_scaling must be of type "yarn", got {kind!r}')
     for name in ("factor", "original_max_position_embeddings"):
-        if name not in scaling:
+        if scaling.get(name) is None:
             raise ValueError(f"MLAConfig.rope_scaling needs {name!r}, got {sorted(scaling)}")
     values: dict[str, Any] = {name: float(scaling.get(name) or default) for name, default in _YARN_DEFAULTS.items()}
     values["factor"] = float(scaling["factor"])
     values["original_max_position_embeddings"] = int(scaling["original_max_position_embeddings"])
-    if values["factor"] < 1.0:
-        raise ValueError(f"MLAConfig.rope_scaling['factor'] must be at least 1, got {scaling['factor']}")
+    for name in ("factor", "original_max_position_embeddings"):
+        if not values[name] >= 1:
+            raise ValueError(f"MLAConfig.rope_scaling[{name!r}] must be at least 1, got {scaling[name]}")
     for name in ("attention_factor", "truncate", "llama_4_scaling_beta"):
         if scaling.get(name) is not None:
             values[name] = scaling[name]
@@ -232,7 +234,16 @@ def _language_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     hf = _language_model(hf)
+    other = _HF_OTHER_ATTENTION.get(hf.get("model_type", "")) or ("rotates nothing" if hf.get("mla_use_nope") else None)
+    if other is not None:
+        raise ValueError(
+            f"the attention of model_type {hf.get('model_type')!r} is not served: it {other}; "
+            "make an MLAConfig by hand for what is the same"
+        )
     fields: dict[str, Any] = {}
+    heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
+    if hf.get("model_type") == "minicpm3" and hf.get("v_head_dim") is None and heads and hidden:
+        hf = {**hf, "v_head_dim": hidden // heads}  # which a file may leave to the model's code
     for ours, theirs in _HF_REQUIRED.items():
         if hf.get(theirs) is None:
             raise ValueError(
@@ -247,7 +258,7 @@ def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     if scaling.get("rope_type", scaling.get("type", "default")) not in ("default", None):
         fields["rope_scaling"] = {
             "original_max_position_embeddings": hf.get("max_position_embeddings"),
-            **scaling,
+            **{name: value for name, value in scaling.items() if value is not None},
         }
     fields["rope_interleave"] = hf.get("model_type") not in _HF_HALF_ROTATION
     for name in ("rms_norm_eps", "rope_interleave", "max_position_embeddings", "attention_bias"):
@@ -265,6 +276,12 @@ _HF_REQUIRED = {
     "v_head_dim": "v_head_dim",
 }
 
+
+# Model types with the fields of an MLA config, and what their code does that no field says and DeepseekMLA does not.
+_HF_OTHER_ATTENTION = {
+    "kimi_linear": "rotates nothing",
+    "longcat_flash": "scales queries and latents by their ranks",
+}
 
 # Model types whose code rotates halves and whose config has no word for it.
 _HF_HALF_ROTATION = frozenset({"minicpm3"})

@@ -11,7 +11,7 @@ rows. slot = page * page_size + offset. LSE is the natural-log log-sum-exp in fl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +40,18 @@ class AttentionOutput(NamedTuple):
     lse: Tensor
 
 
+def _chosen(like: Tensor, **request: Any) -> str:
+    """What auto chooses; for a tensor that no backend takes one that says so, as the op's checks do."""
+    return select(None, like.device, like.dtype, **request).name if like.is_floating_point() else "reference"
+
+
 def _resolved(backend: str, like: Tensor) -> str:
-    return select(None, like.device, like.dtype, op="cache").name if backend == "auto" else backend
+    return _chosen(like, op="cache") if backend == "auto" else backend
 
 
 def _decode_widths(q: Tensor, kv_lora_rank: int | None) -> tuple[int, int] | None:
     """(latent_dim, kv_lora_rank) where they are known; what is wrong with them, the op says."""
-    if torch.version.hip is None or q.dim() != 3:  # elsewhere no backend is chosen by them
+    if q.dim() != 3:
         return None
     rank = kv_lora_rank or KNOWN_KV_LORA_RANKS.get(q.shape[2])
     return None if rank is None else (q.shape[2], rank)
@@ -100,21 +105,22 @@ def mla_decode(
         InferenceOnlyError: a gradient is asked of a backend without one.
     """
     if backend == "auto":
-        backend = select(
-            *(None, q.device, q.dtype),
+        backend = _chosen(
+            q,
             num_heads=q.shape[1] if q.dim() == 3 else None,
             widths=_decode_widths(q, kv_lora_rank),
             query_len=max_seqlen_q,
             kv_dtype=kv_cache.dtype,
-        ).name
+        )
     arguments = (
         *(q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens),
         *(list(backend_state), max_seqlen_q, num_kv_splits, softmax_scale, q_scale, kv_scale),
         *(backend, kv_lora_rank),
     )
     if out is None:
-        # A pass through the dispatcher costs as much as both launches
-        straight = goes_straight(*arguments[:6], q_scale, kv_scale)
+        # A pass through the dispatcher costs as much as both launches, but it alone refuses or converts a scalar
+        scalars = (type(max_seqlen_q), type(num_kv_splits), type(softmax_scale), type(kv_lora_rank or 0))
+        straight = scalars == (int, int, float, int) and goes_straight(*arguments[:6], q_scale, kv_scale)
         return AttentionOutput(*(ops.decode if straight else _ops.mla_decode)(*arguments))
     _ops.mla_decode.out(*arguments, out=out[0], lse=out[1])
     return AttentionOutput(*out)
@@ -156,7 +162,7 @@ def mla_prefill(
         ValueError, TypeError: as in :func:`mla_decode`.
     """
     if backend == "auto":
-        backend = select(None, q.device, q.dtype, op="prefill", widths=(q.shape[2], v.shape[2])).name
+        backend = _chosen(q, op="prefill", widths=(q.shape[-1], v.shape[-1]) if q.dim() and v.dim() else None)
     return AttentionOutput(
         *_ops.mla_prefill(
             *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),

@@ -18,7 +18,10 @@ _ops = torch.ops.mla_ops
 
 
 def _resolved(backend: str, like: Tensor) -> str:
-    return select(None, like.device, like.dtype, op="layer").name if backend == "auto" else backend
+    if backend != "auto":
+        return backend
+    # What is wrong with a tensor that no backend takes, the op's checks say
+    return select(None, like.device, like.dtype, op="layer").name if like.is_floating_point() else "reference"
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") -> Tensor:
@@ -37,7 +40,8 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") ->
         ValueError, TypeError: as in :func:`mla_ops.mla_decode`.
         InferenceOnlyError: a gradient is asked of a backend without one.
     """
-    op = layer_ops.rms_norm if goes_straight(x, weight) else _ops.rms_norm
+    # The dispatcher alone refuses or converts a scalar of another type; so below
+    op = layer_ops.rms_norm if type(eps) is float and goes_straight(x, weight) else _ops.rms_norm
     result: Tensor = op(x, weight, eps, _resolved(backend, x))
     return result
 
@@ -115,7 +119,8 @@ def norm_rope_write(
         InferenceOnlyError: an input requires a gradient.
     """
     tensors = (q_a, latent, q_weight, kv_weight, positions, inv_freq, kv_cache, slot_mapping)
-    op = layer_ops.norm_rope_write if goes_straight(*tensors, kv_scale) else _ops.norm_rope_write
+    straight = (type(eps), type(rope_scale), type(interleave)) == (float, float, bool)
+    op = layer_ops.norm_rope_write if straight and goes_straight(*tensors, kv_scale) else _ops.norm_rope_write
     result: tuple[Tensor, Tensor] = op(*tensors, eps, rope_scale, interleave, kv_scale, _resolved(backend, latent))
     return result
 
@@ -152,8 +157,9 @@ def absorb_query(
         InferenceOnlyError: a gradient is asked of a backend without one.
     """
     tensors = (q, w_uk, positions, inv_freq)
-    op = layer_ops.absorb_query if goes_straight(*tensors) else _ops.absorb_query
     scalars = (rope_scale, interleave, scaling_beta, scaling_window)
+    straight = tuple(map(type, scalars)) == (float, bool, float, int)
+    op = layer_ops.absorb_query if straight and goes_straight(*tensors) else _ops.absorb_query
     result: Tensor = op(*tensors, *scalars, _resolved(backend, q))
     return result
 

@@ -116,6 +116,7 @@ def norm_rope_write(
     if not latent.numel():
         return q_a.new_empty(q_a.shape), latent.new_empty(latent.shape)
     result: tuple[Tensor, Tensor] = kernel(*tensors, eps, rope_scale, interleave, kv_scale)
+    torch.autograd.graph.increment_version(kv_cache)  # as in write_latent_cache
     return result
 
 
@@ -162,7 +163,7 @@ def absorb_query(
         validation.check_absorb_query(q, w_uk, positions, inv_freq, scaling_beta, scaling_window)
         kernel = remember(key, bound_kernel("absorb_query", backend))
     if not q.numel():
-        return q.new_empty(q.shape[0], q.shape[1], w_uk.shape[2] + 2 * inv_freq.shape[0])
+        return q.new_zeros(q.shape[0], q.shape[1], w_uk.shape[2] + 2 * inv_freq.shape[0])
     result: Tensor = kernel(q, w_uk, positions, inv_freq, *scalars)
     return result
 
@@ -193,7 +194,7 @@ def expand_values(latent: Tensor, w_uv: Tensor, backend: str = "reference") -> T
         validation.check_expand_values(latent, w_uv)
         kernel = remember(key, bound_kernel("expand_values", backend))
     if not latent.numel():
-        return latent.new_empty(latent.shape[0], w_uv.shape[0] * w_uv.shape[1])
+        return latent.new_zeros(latent.shape[0], w_uv.shape[0] * w_uv.shape[1])
     result: Tensor = kernel(latent, w_uv)
     return result
 
@@ -208,6 +209,7 @@ def _expand_values_fake(latent: Tensor, w_uv: Tensor, backend: str = "reference"
 
 def _register_gradient(library: torch.library.Library, op: str) -> None:
     """Gradients of the first two inputs, by running the reference again; the last input is the backend."""
+    schema = getattr(torch.ops.mla_ops, op).default._schema
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         transforms.refuse_other_backends(op, inputs[-1])
@@ -215,6 +217,7 @@ def _register_gradient(library: torch.library.Library, op: str) -> None:
             raise InferenceOnlyError(
                 "linear has no gradient of a second weight or a residual; multiply and add apart from each other"
             )
+        transforms.refuse_other_inputs(op, inputs, [x.name for x in schema.arguments[:2]])
         ctx.save_for_backward(*inputs[:2])
         ctx.rest = inputs[2:-1]
 

@@ -6,6 +6,7 @@ Letters: T tokens, H heads, R kv_lora_rank, P qk_rope_head_dim, D = R + P, N qk_
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -72,6 +73,7 @@ class DeepseekMLA(nn.Module):
         self.o_proj = linear(heads * config.v_head_dim, config.hidden_size, bias=bias)
         self.rotary_emb = RotaryEmbedding(config, device)
         self.register_buffer("kv_scale", None, persistent=False)
+        self.register_load_state_dict_post_hook(_compute_frequencies)  # type: ignore[no-untyped-call]
 
     @property
     def W_UK(self) -> Tensor:
@@ -100,6 +102,14 @@ class DeepseekMLA(nn.Module):
             self.kv_b_proj = None
         w_uk, w_uv = self._up_projections().split_with_sizes((self.config.qk_nope_head_dim, self.config.v_head_dim), 1)
         return w_uk, w_uv
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        scale = self.kv_scale
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if scale is not None and self.kv_scale is not None and self.kv_scale.dtype != scale.dtype:
+            # .to(torch.bfloat16) is meant for the weights: the ops take a float32 scale, and rounded it is another
+            self.kv_scale = scale.to(self.kv_scale.device)
+        return self
 
     def parallelize(self, mesh: DeviceMesh) -> Self:
         """Shard the heads over a one-dimensional mesh, with torch's own tensor-parallel styles.
@@ -240,9 +250,16 @@ class DeepseekMLA(nn.Module):
         return output
 
     def fuses(self, hidden_states: Tensor, backend: str) -> bool:
-        """Whether our kernels around attention serve a call: they have no gradient, and float32 at most."""
+        """Whether our kernels around attention serve a call.
+
+        They have no gradient, float32 at most, and the norms that a layer is made with.
+        """
         ours = backend == "triton" or (backend in ("aiter", "flash_mla") and _HAS_TRITON and hidden_states.is_cuda)
         if not ours or hidden_states.dtype == torch.float64:
+            return False
+        if not _is_plain(self.kv_a_layernorm, nn.RMSNorm):
+            return False
+        if self.config.q_lora_rank is not None and not _is_plain(self.q_a_layernorm, nn.RMSNorm):
             return False
         if not torch.is_grad_enabled():
             return True
@@ -337,6 +354,13 @@ class DeepseekMLA(nn.Module):
         )
 
 
+def _compute_frequencies(layer: DeepseekMLA, _: object) -> None:
+    """After a load: weights that are assigned to a layer made on the meta device bring no frequencies with them."""
+    rope, weight = layer.rotary_emb, layer.o_proj.weight
+    if rope.inv_freq.is_meta and not weight.is_meta:
+        rope.to_empty(device=weight.device)
+
+
 def _store_together(first: nn.Linear, second: nn.Linear) -> None:
     """Put one weight's rows behind the other's, so that ``linear`` may take both as one; separate, they are two."""
     both = torch.cat([first.weight.detach(), second.weight.detach()])
@@ -345,12 +369,17 @@ def _store_together(first: nn.Linear, second: nn.Linear) -> None:
 
 
 def _weight_alone(layer: nn.Linear) -> Tensor | None:
-    """The weight of a layer that is the product with it and nothing else: no bias, hook, shard or subclass."""
+    """The weight of a layer that is the product with it and nothing else: no bias, shard or ``forward`` of its own."""
     weight: object = layer.weight
     bias: object = layer.bias
-    hooks = layer._forward_hooks or layer._forward_pre_hooks
-    alone = type(layer) is nn.Linear and type(weight) in (Tensor, nn.Parameter) and bias is None and not hooks
+    alone = _is_plain(layer, nn.Linear) and type(weight) in (Tensor, nn.Parameter) and bias is None
     return layer.weight if alone else None
+
+
+def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of it does what its class says: no hook, subclass, or ``forward`` of its own (accelerate's)."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks
+    return type(layer) is kind and not hooks and "forward" not in layer.__dict__
 
 
 def _product(layer: nn.Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from mla_ops import transforms, validation
 from mla_ops.backends.kernels import backend_kernel, bound_kernel
 from mla_ops.signatures import READY, remember, signature
-from mla_ops.validation import infer_kv_lora_rank, output_dtype
+from mla_ops.validation import FLOAT8_DTYPES, infer_kv_lora_rank, output_dtype
 
 __all__ = ["SCHEMAS", "apart", "decode", "define", "op_fingerprint", "write"]
 
@@ -88,9 +88,14 @@ def decode(
     )  # fmt: skip
     result: tuple[Tensor, Tensor] = kernel(
         q, kv_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, backend_state, max_seqlen_q, num_kv_splits,
-        softmax_scale, q_scale, kv_scale, rank,
+        softmax_scale, _scale_of(q, q_scale), _scale_of(kv_cache, kv_scale), rank,
     )  # fmt: skip
     return result
+
+
+def _scale_of(x: Tensor, scale: Tensor | None) -> Tensor | None:
+    """None for what is not fp8: a write has not divided it by its scale."""
+    return scale if x.dtype in FLOAT8_DTYPES else None
 
 
 def _ready_decode(
@@ -160,7 +165,8 @@ def _mla_decode_fake(
 def _mla_decode_out(*args: Any, out: Tensor, lse: Tensor, **kwargs: Any) -> None:
     rank, kernel = _ready_decode(*args, **kwargs)
     validation.check_mla_decode_out(args[0], out, lse, rank)
-    result = kernel(*args[:10], *(*args[10:12], None, None)[:2], rank)  # whole before out is written: see apart
+    scales = map(_scale_of, args[:2], (*args[10:12], None, None))
+    result = kernel(*args[:10], *scales, rank)  # whole before out is written: see apart
     out.copy_(result[0])
     lse.copy_(result[1])
 
@@ -236,6 +242,7 @@ def write(
         kernel = remember(key, bound_kernel("write_latent_cache", backend))
     if slot_mapping.numel() and kv_cache.numel():
         kernel(*tensors)
+        torch.autograd.graph.increment_version(kv_cache)  # kernels write through an address, unseen by autograd
 
 
 def apart(written: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,7 +290,7 @@ def _gather_latent_cache(
     kernel = backend_kernel("gather_latent_cache", backend)
     if not (num_tokens and kv_cache.numel() and kv_indices.numel() and kv_last_page_lens.numel()):
         return kv_cache.new_zeros(num_tokens, kv_cache.shape[2], dtype=dtype or kv_cache.dtype)
-    result: Tensor = kernel(kv_cache, *lists, num_tokens, kv_scale, dtype)
+    result: Tensor = kernel(kv_cache, *lists, num_tokens, _scale_of(kv_cache, kv_scale), dtype)
     return result
 
 
@@ -313,7 +320,7 @@ def _merge_attn_states(
     validation.check_merge_attn_states(out_a, lse_a, out_b, lse_b)
     kernel = backend_kernel("merge_attn_states", backend)
     if not out_a.numel():
-        return torch.empty_like(out_a), torch.maximum(lse_a, lse_b)
+        return out_a.new_empty(out_a.shape), torch.logaddexp(lse_a, lse_b).contiguous()
     result: tuple[Tensor, Tensor] = kernel(out_a, lse_a, out_b, lse_b)
     return result
 

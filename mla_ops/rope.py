@@ -78,7 +78,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inverse_frequencies(config).to(device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        before = self.inv_freq
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.inv_freq is before:  # nothing has moved: a captured graph may read it where it is
+            return self
         # .to(torch.bfloat16) would round the frequencies, and a position of 100,000 turns that into nonsense;
         # .to_empty() would leave them unwritten.
         self.inv_freq = inverse_frequencies(self.config).to(self.inv_freq.device)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
 
 from mla_ops.backends import reference
 from mla_ops.errors import InferenceOnlyError
@@ -28,6 +29,7 @@ __all__ = [
     "goes_straight",
     "recompute",
     "refuse_other_backends",
+    "refuse_other_inputs",
     "register",
     "register_differentiable",
     "register_inference_only",
@@ -46,7 +48,8 @@ def recompute(
     needed = [i for i in differentiable if ctx.needs_input_grad[i]]
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in ctx.saved_tensors]
+        # Aliases: where one input is another or was computed from it, a gradient must end at the input it is asked of
+        inputs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in ctx.saved_tensors]
         outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad]
@@ -74,8 +77,16 @@ def refuse_other_backends(op: str, backend: str) -> None:
         )
 
 
+def refuse_other_inputs(op: str, inputs: Sequence[Any], differentiable: Sequence[str]) -> None:
+    """Raise where a gradient is asked of an input that gets none: None would be taken for zero."""
+    for argument, x in zip(getattr(_ops, op).default._schema.arguments, inputs, strict=True):
+        if isinstance(x, Tensor) and x.requires_grad and argument.name not in differentiable:
+            raise InferenceOnlyError(f"{op} has no gradient of {argument.name}; detach it")
+
+
 def _decode_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     refuse_other_backends("mla_decode", inputs[12])
+    refuse_other_inputs("mla_decode", inputs, ("q", "kv_cache"))
     ctx.save_for_backward(inputs[0], inputs[1])
     ctx.rest = (*inputs[2:8], *inputs[9:12], infer_kv_lora_rank(inputs[0].shape[2], inputs[13]))
 
@@ -104,6 +115,7 @@ def _prefill_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     refuse_other_backends("gather_latent_cache", inputs[9])
+    refuse_other_inputs("gather_latent_cache", inputs, ("kv_cache",))
     ctx.save_for_backward(inputs[0])
     ctx.rest = (*inputs[1:5], inputs[6], inputs[5], *inputs[7:9])
 
@@ -140,6 +152,15 @@ def _needs_grad(*args: Any, **kwargs: Any) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)
 
 
+def _has_tangent(*args: Any, **kwargs: Any) -> bool:
+    """Whether an input carries a forward gradient, which no key and no flag of the tensor tells."""
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+        for x in (*args, *kwargs.values())
+        if isinstance(x, Tensor)
+    )
+
+
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
@@ -150,6 +171,8 @@ def goes_straight(first: Tensor, *others: Tensor | None) -> bool:
     The others are on the device and of the kind of ``first``, or the op's checks refuse them.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_function_stack() or torch._C._autograd._profiler_enabled():
+        return False
+    if forward_ad._current_level >= 0:
         return False
     grad = torch.is_grad_enabled()
     for x in (first, *others):
@@ -176,6 +199,8 @@ def register_differentiable(
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         if keyset.raw_repr() & _NOT_PLAIN or _needs_grad(*args):
             return full(keyset, *args)
+        if _has_tangent(*args):  # the reference's own operations carry it on
+            refuse_other_backends(name, next((x for x in args if isinstance(x, str)), "reference"))
         return entry(*args)
 
     library.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
@@ -187,7 +212,7 @@ def register_inference_only(
     """Let an op that writes in place, whose kernel is ``entry``, refuse inputs that require a gradient."""
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if _needs_grad(*args, **kwargs):
+        if _needs_grad(*args, **kwargs) or _has_tangent(*args, **kwargs):
             raise InferenceOnlyError(
                 f"{op} writes in place and has no gradient; call it under torch.no_grad(), or detach the tensors"
             )

@@ -43,8 +43,8 @@ _SCRATCH_BYTES = 256 << 20
 
 
 def _dequantised(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    x = x.to(dtype)
-    return x if scale is None else x * scale.to(dtype)
+    # Only fp8 was divided by a scale
+    return x.to(dtype) if scale is None or x.dtype not in FLOAT8_DTYPES else x.to(dtype) * scale.to(dtype)
 
 
 def _rows_of_requests(indptr: Tensor, width: int, total: int) -> Tensor:
@@ -259,7 +259,7 @@ def gather_latent_cache(
         position = position + seq_starts[request]
     num_pages = kv_indptr[request + 1] - kv_indptr[request]
     kv_lens = torch.where(num_pages > 0, (num_pages - 1) * page_size + kv_last_page_lens[request], 0)
-    live = (token < cu_seqlens[-1]) & (position < kv_lens)
+    live = (token >= cu_seqlens[0]) & (token < cu_seqlens[-1]) & (position >= 0) & (position < kv_lens)
     entry = (kv_indptr[request] + position // page_size).where(live, 0)
     page = kv_indices[entry].where(live, 0)
     rows = kv_cache[page, (position % page_size).where(live, 0)]
@@ -277,4 +277,5 @@ def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
     for out, part in ((out_a, lse_a), (out_b, lse_b)):
         empty = part.isneginf()[..., None]  # a side without keys may hold anything, NaN included
         merged = merged + out.to(compute).masked_fill(empty, 0.0) * (part - shift).exp()[..., None]
-    return merged.to(out_a.dtype), lse.float()
+    # Sums have the strides of what is added
+    return merged.to(out_a.dtype).contiguous(), lse.float().contiguous()

@@ -115,7 +115,7 @@ def select(
         refused = _flash_mla_refusal(config, device, dtype, page_size, kv_dtype)
         if refused is None and backend == "flash_mla":
             return Choice("flash_mla", "asked for")
-        if refused is None and _triton_refusal(config, device, dtype) is None:
+        if refused is None and _triton_refusal(config, device, dtype, op, widths) is None:
             reason = f"the fastest decode on sm_90, but for triton's of up to {_FEW_ROWS} rows"
             return Choice("flash_mla", reason, ("triton", _FEW_ROWS))
         if refused is None:
@@ -123,7 +123,7 @@ def select(
         if backend == "flash_mla":
             raise BackendUnavailableError("flash_mla", refused, 'use backend="triton"')
         before = f"FlashMLA does not serve this ({refused}); "
-    refusal = _triton_refusal(config, device, dtype)
+    refusal = _triton_refusal(config, device, dtype, op, widths)
     if refusal is None:
         served = "asked for" if backend == "triton" else f"its kernels serve {dtype} on {device.type}"
         return Choice("triton", before + served)
@@ -174,7 +174,9 @@ def _flash_mla_refusal(
     return flash_mla.refusal(device, dtype, widths=widths, page_size=page_size, kv_dtype=kv_dtype)
 
 
-def _triton_refusal(config: MLAConfig | None, device: torch.device, dtype: torch.dtype) -> str | None:
+def _triton_refusal(
+    config: MLAConfig | None, device: torch.device, dtype: torch.dtype, op: Op, widths: tuple[int, int] | None
+) -> str | None:
     """Why our own kernels cannot serve, or None. Does not import triton."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
@@ -183,9 +185,19 @@ def _triton_refusal(config: MLAConfig | None, device: torch.device, dtype: torch
         return f"its kernels cannot run on {device.type}"
     if dtype == torch.float64:
         return "its kernels accumulate in float32 and the queries are float64"
+    powers: dict[str, int] = {}  # what must be a power of two
+    qk_head_dim = 0
     if config is not None:
-        for name in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim"):
-            width = getattr(config, name)
-            if (width & (width - 1) or width < 16) and (name, width) != ("qk_rope_head_dim", 0):
-                return f"{name} must be a power of two and at least 16, got {width}"
+        powers = {name: getattr(config, name) for name in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim")}
+        qk_head_dim = config.qk_head_dim
+    elif widths is not None and op == "decode":
+        powers = {"kv_lora_rank": widths[1], "qk_rope_head_dim": widths[0] - widths[1]}
+    elif widths is not None and op == "prefill":
+        qk_head_dim, powers = widths[0], {"v_head_dim": widths[1]}
+    for name, width in powers.items():
+        if (width & (width - 1) or width < 16) and (name, width) != ("qk_rope_head_dim", 0):
+            return f"{name} must be a power of two and at least 16, got {width}"
+    rest = qk_head_dim - (1 << qk_head_dim.bit_length() >> 1)
+    if op == "prefill" and (rest & (rest - 1) or 0 < rest < 16 or 0 < qk_head_dim < 16):
+        return f"qk_head_dim must be a power of two or a sum of two, all at least 16, got {qk_head_dim}"
     return None

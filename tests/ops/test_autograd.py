@@ -208,3 +208,33 @@ def test_a_backend_without_a_backward_refuses_a_gradient(op: str, fake_backend: 
     with torch.no_grad():
         calls_of(fake_backend, True)[op]()
     calls_of(fake_backend, False)[op]()
+
+
+@pytest.mark.parametrize("relation", ["same", "computed"])
+def test_inputs_that_hang_together_get_each_gradient_once(relation: str) -> None:
+    indptr = torch.tensor([0, 3]).int()
+
+    def function(x: Tensor) -> Tensor:
+        q = x * 1.5
+        k, v = (q, q) if relation == "same" else (q.exp(), q.sin())
+        sizes = {"max_seqlen_q": 3, "max_seqlen_k": 3, "softmax_scale": 0.3}
+        return mla_ops.mla_prefill(q, k, v, indptr, indptr, **sizes, backend="reference").out
+
+    leaf = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(function, (leaf,), fast_mode=True)
+    assert gradgradcheck(function, (leaf,), fast_mode=True)
+
+
+def test_a_gradient_of_a_scale_is_refused() -> None:
+    x = make_decode_inputs([3, 5], dtype=torch.float8_e4m3fn, poison=False)
+    for name in ("q_scale", "kv_scale"):
+        scale = getattr(x, name).requires_grad_()
+        with pytest.raises(InferenceOnlyError, match=f"mla_decode has no gradient of {name}; detach it"):
+            mla_ops.mla_decode(**x.arguments(), backend="reference")
+        scale.requires_grad_(False)
+    pages = (x.kv_cache, x.kv_indptr, x.kv_indices, x.kv_last_page_lens)
+    x.kv_scale.requires_grad_()
+    with pytest.raises(InferenceOnlyError, match="gather_latent_cache has no gradient of kv_scale; detach it"):
+        mla_ops.gather_latent_cache(
+            *pages, torch.tensor([0, 2, 4]).int(), num_tokens=4, kv_scale=x.kv_scale, dtype=torch.float32
+        )

@@ -253,6 +253,20 @@ def test_a_plan_is_taken_whole() -> None:
     assert_matches(found, layers[0](hidden, metadata.positions, cache, plan).double(), factor=FACTOR)
 
 
+def test_a_residual_is_taken_and_its_batch_is_dynamic_too() -> None:
+    layers, cache, plan = make_layers(1), make_caches(1)[0], make_plan()
+    counter = CompileCounterWithBackend("eager")
+    run = compile_layers(layers, backend=counter)[0]
+    for batch_size in (1, 5, 64):
+        hidden, metadata = step(plan, batch_size)
+        residual = torch.randn_like(hidden)
+        arguments = (hidden, metadata.positions, cache, metadata)
+        expected = layers[0](*arguments, residual).double()
+        assert_matches(run(*arguments, residual), expected, factor=FACTOR)
+        assert_matches(run(*arguments, residual=residual), expected, factor=FACTOR)
+    assert counter.frame_count == 1
+
+
 def test_inductor_gives_what_eager_gives_at_every_batch_size() -> None:
     layers, caches, plan = make_layers(2), make_caches(2), make_plan()
     compiled = compile_layers(layers)

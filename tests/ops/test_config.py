@@ -130,6 +130,26 @@ def test_from_hf_names_a_missing_field(missing: str) -> None:
         MLAConfig.from_hf({name: value for name, value in SMALL_HF.items() if name != missing})
 
 
+@pytest.mark.parametrize("name", ["KimiLinearConfig", "LongcatFlashConfig"])
+def test_from_hf_refuses_a_model_whose_attention_is_another(name: str) -> None:
+    with pytest.raises(ValueError, match=r"attention of model_type '(kimi_linear|longcat_flash)' is not served"):
+        MLAConfig.from_hf(getattr(transformers, name)())
+
+
+def test_from_hf_knows_the_width_of_values_that_a_published_config_leaves_out() -> None:
+    published = {**SMALL_HF, "model_type": "minicpm3", "v_head_dim": None}
+    assert MLAConfig.from_hf(published).v_head_dim == 64 // 4
+
+
+def test_from_hf_takes_none_for_a_missing_value_of_rope_scaling() -> None:
+    scaling = {**YARN, "type": "yarn", "original_max_position_embeddings": None}
+    config = MLAConfig.from_hf({**SMALL_HF, "rope_scaling": scaling, "max_position_embeddings": 8192})
+    assert config.rope_scaling is not None
+    assert config.rope_scaling["original_max_position_embeddings"] == 8192
+    with pytest.raises(ValueError, match="needs 'original_max_position_embeddings'"):
+        MLAConfig.from_hf({**SMALL_HF, "rope_scaling": scaling})
+
+
 @pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "must hold a JSON object, got list")])
 def test_from_hf_refuses_a_file_that_is_no_json_object(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
@@ -185,6 +205,9 @@ def test_an_odd_rotary_width_is_refused() -> None:
         ({"original_max_position_embeddings": 2}, "needs 'factor'"),
         ({**YARN, "type": "linear"}, "must be of type \"yarn\", got 'linear'"),
         ({**YARN, "factor": 0.5}, r"\['factor'\] must be at least 1, got 0.5"),
+        ({**YARN, "factor": math.nan}, r"\['factor'\] must be at least 1, got nan"),
+        ({**YARN, "factor": None}, "needs 'factor'"),
+        ({**YARN, "original_max_position_embeddings": 0}, r"\['original_max_position_embeddings'\] must be at least 1"),
     ],
 )
 def test_bad_rope_scaling_is_named(scaling: dict[str, Any], message: str) -> None:

@@ -10,14 +10,15 @@ import torch
 from layer_calls import CALLS, TOKENS
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_ops
-from mla_ops import functional, layer_functional, layer_ops, ops, signatures
-from mla_ops.backends import reference
+from mla_ops import InferenceOnlyError, functional, layer_functional, layer_ops, ops, signatures
+from mla_ops.backends import kernels, reference
 from mla_ops.testing import make_decode_inputs
 
 Arguments = dict[str, Any]
@@ -181,6 +182,23 @@ def test_a_negative_view_is_made_real_first(op: str) -> None:
             assert all(map(torch.equal, found, expected)), name
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, at the first dual tensor
+@pytest.mark.parametrize("op", sorted(PUBLIC))
+def test_a_forward_gradient_is_given_or_refused(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = PUBLIC[op](torch.float32)
+    first, x = next(iter(arguments.items()))
+    with forward_ad.dual_level():
+        arguments[first] = forward_ad.make_dual(x, torch.ones_like(x))
+        if op in WRITING:
+            with pytest.raises(InferenceOnlyError, match="writes in place and has no gradient"):
+                call(op, arguments)
+            return
+        assert forward_ad.unpack_dual(call(op, arguments)[0]).tangent.any()
+        monkeypatch.setitem(kernels._KERNELS, (op, "triton"), getattr(reference, op))
+        with pytest.raises(InferenceOnlyError, match=f'{op} with backend="triton" is for inference'):
+            getattr(mla_ops, op)(**arguments, backend="triton")
+
+
 @pytest.mark.parametrize("op", sorted(set(AROUND) - set(WRITING)))
 def test_vmap_sees_the_op(op: str) -> None:
     arguments = PUBLIC[op](torch.float32)
@@ -286,6 +304,48 @@ def test_a_bad_call_after_a_good_one_is_refused(op: str) -> None:
                 with pytest.raises((ValueError, TypeError)):
                     call(op, copied(arguments) | {name: bad})
     assert all(map(torch.equal, call(op, copied(arguments)), expected))
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "bad"),
+    [
+        ("mla_decode", "max_seqlen_q", 1.0),
+        ("mla_decode", "num_kv_splits", 0.0),
+        ("mla_decode", "num_kv_splits", None),
+        ("mla_decode", "kv_lora_rank", 32.0),
+        ("mla_decode", "softmax_scale", None),
+        ("rms_norm", "eps", "1e-6"),
+        ("norm_rope_write", "eps", None),
+        ("norm_rope_write", "rope_scale", None),
+        ("absorb_query", "rope_scale", None),
+        ("absorb_query", "scaling_beta", "0"),
+        ("absorb_query", "scaling_window", 4.0),
+    ],
+)
+def test_a_scalar_of_a_wrong_type_is_named_and_spoils_no_good_call(op: str, name: str, bad: object) -> None:
+    """32.0 is 32 as a key: what the bad call leaves behind must not serve the good one."""
+    arguments = PUBLIC[op](torch.float32)
+    with pytest.raises(RuntimeError, match=f"for argument '{name}' but instead found type '{type(bad).__name__}'"):
+        call(op, copied(arguments) | {name: bad})
+    call(op, copied(arguments))
+
+
+@pytest.mark.parametrize("op", WRITING)
+def test_autograd_learns_of_a_write_whoever_writes(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels write through addresses. A cache that a backward still needs must not change without a word."""
+
+    def unseen(*args: Any) -> Any:
+        return getattr(reference, op)(*[x.data if isinstance(x, Tensor) else x for x in args])
+
+    for module in (ops, layer_ops):
+        monkeypatch.setattr(module, "bound_kernel", lambda *_: unseen)
+    arguments = PUBLIC[op](torch.float32)
+    cache = arguments["kv_cache"]
+    x = torch.ones(1, requires_grad=True)
+    product = (x * cache).sum()
+    call(op, arguments)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
 
 
 @pytest.mark.parametrize("op", WRITING)

@@ -150,6 +150,14 @@ def test_expand_values_is_a_product_per_head() -> None:
     assert_matches(mla_ops.expand_values(**call), expected)
 
 
+def test_a_product_over_no_width_is_zero() -> None:
+    positions, frequencies = torch.arange(2), torch.zeros(0)
+    for _ in range(3):  # new memory may be zero by chance
+        torch.full((2, 32), torch.nan), torch.full((2, 4, 8), torch.nan)
+        assert not mla_ops.expand_values(torch.zeros(2, 4, 0), torch.zeros(4, 8, 0)).any()
+        assert not mla_ops.absorb_query(torch.zeros(2, 4, 0), torch.zeros(4, 0, 8), positions, frequencies).any()
+
+
 def test_linear_is_torchs_with_each_weight() -> None:
     x, weight, second, residual = linear(torch.float32).values()
     expected = torch.cat([F.linear(x.double(), weight.double()), F.linear(x.double(), second.double())], dim=1)
@@ -198,6 +206,13 @@ def test_linear_refuses_a_gradient_of_all_but_the_first_product(name: str) -> No
     call[name].requires_grad_()
     with pytest.raises(InferenceOnlyError, match="no gradient of a second weight or a residual"):
         mla_ops.linear(**call)
+
+
+def test_absorb_query_refuses_a_gradient_of_its_frequencies() -> None:
+    call = absorb_query(torch.float32)
+    call["inv_freq"] = call["inv_freq"].clone().requires_grad_()
+    with pytest.raises(InferenceOnlyError, match="absorb_query has no gradient of inv_freq; detach it"):
+        mla_ops.absorb_query(**call, backend="reference")
 
 
 @pytest.mark.parametrize("name", ["q_a", "latent", "q_weight", "kv_weight", "kv_cache"])
@@ -265,6 +280,15 @@ def test_bad_input_is_an_error_that_names_the_argument(
     call = CALLS[op](torch.float32) | changes
     with pytest.raises(error, match=message):
         getattr(mla_ops, op)(**call)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [("rms_norm", "x"), ("linear", "x"), ("norm_rope_write", "latent"), ("absorb_query", "q")]
+)
+def test_auto_leaves_it_to_the_op_to_name_a_wrong_dtype(op: str, name: str) -> None:
+    call = CALLS[op](torch.float32)
+    with pytest.raises(TypeError, match=f"^{name} must be"):
+        getattr(mla_ops, op)(**call | {name: call[name].int()})
 
 
 @pytest.mark.parametrize("backend", ["aiter", "flash_mla"])

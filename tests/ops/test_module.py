@@ -257,3 +257,22 @@ def test_the_down_projections_lie_together_and_stay_there_when_weights_are_loade
     assert second.data_ptr() == first.data_ptr() + first.nbytes
     assert torch.equal(first, other.q_a_proj.weight)
     assert torch.equal(second, other.kv_a_proj_with_mqa.weight)
+
+
+def test_a_layer_made_on_meta_works_once_weights_are_assigned() -> None:
+    whole = make_layer(CONFIG)
+    with torch.device("meta"):
+        layer = DeepseekMLA(CONFIG).requires_grad_(False)
+    layer.load_state_dict(whole.state_dict(), assign=True)
+    hidden = [torch.randn(length, CONFIG.hidden_size) for length in LENGTHS]
+    for found, expected in zip(Sequences(layer).prefill(hidden), Sequences(whole).prefill(hidden), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_moving_to_another_dtype_keeps_the_scale_of_the_cache() -> None:
+    layer = make_layer(CONFIG)
+    layer.kv_scale = torch.tensor([0.037])
+    layer.to(torch.bfloat16)
+    assert layer.o_proj.weight.dtype == torch.bfloat16
+    assert torch.equal(layer.kv_scale, torch.tensor([0.037]))
+    assert layer.to("meta").kv_scale.is_meta

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -89,6 +90,19 @@ def test_every_op_of_the_schemas_is_called_here() -> None:
 def test_opcheck(op: str, dtype: torch.dtype) -> None:
     overload, make = CALLS[op]
     torch.library.opcheck(overload, *make(dtype))
+
+
+def test_opcheck_of_a_merge_of_states_with_the_heads_outside() -> None:
+    out, lse = torch.randn(4, 3, 8).transpose(0, 1), torch.randn(4, 3).T
+    torch.library.opcheck(OPS.merge_attn_states.default, (out, lse, out.clone(), lse.clone()))
+
+
+@pytest.mark.parametrize(("heads", "width"), [(0, 8), (4, 0)])
+def test_a_merge_of_empty_states_has_the_metadata_and_lse_of_any(heads: int, width: int) -> None:
+    out, lse = torch.zeros(3, heads, width), torch.randn(heads, 3).T
+    merged = mla_ops.merge_attn_states(out, lse, out, lse)
+    assert (merged.out.shape, merged.lse.is_contiguous()) == (out.shape, True)
+    assert torch.allclose(merged.lse, lse + math.log(2))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck of torch 2.14
@@ -249,3 +263,21 @@ def test_a_dispatch_mode_sees_the_op_whole(op: str, grad: bool) -> None:
     with torch.set_grad_enabled(grad), Seen() as seen:
         overload(*args, **kwargs)
     assert seen.names == [str(overload)]
+
+
+def test_a_scale_of_what_is_not_fp8_changes_nothing() -> None:
+    """As in a write: a cache that is not divided by its scale is not multiplied by it."""
+    scale = torch.tensor([0.5])
+    x = make_decode_inputs([3, 0, 5], dtype=torch.float64, poison=False)
+    q = x.q.requires_grad_()
+    scaled = mla_ops.mla_decode(**x._replace(q_scale=scale, kv_scale=scale).arguments(), backend="reference").out
+    plain = mla_ops.mla_decode(**x.arguments(), backend="reference").out
+    assert torch.equal(scaled, plain)
+    assert torch.equal(*(torch.autograd.grad(out.square().sum(), q)[0] for out in (scaled, plain)))
+    with torch.no_grad():
+        out = torch.empty_like(plain), torch.empty(plain.shape[:2])
+        mla_ops.mla_decode(**x._replace(q_scale=scale, kv_scale=scale).arguments(), backend="reference", out=out)
+    assert torch.equal(out[0], plain)
+    pages = (x.kv_cache, x.kv_indptr, x.kv_indices, x.kv_last_page_lens, torch.tensor([0, 3, 3, 8]).int())
+    rows = [mla_ops.gather_latent_cache(*pages, num_tokens=8, kv_scale=s, backend="reference") for s in (scale, None)]
+    assert torch.equal(*rows)

@@ -403,6 +403,16 @@ def test_gather_begins_at_seq_starts() -> None:
     assert torch.equal(rows.double(), torch.cat([x.latent_rows(0)[4:9], x.latent_rows(2)[11:14]]))
 
 
+def test_gather_of_rows_before_the_first_request_or_its_first_row_gives_zeros() -> None:
+    cache = torch.arange(1.0, 25.0).view(4, 2, 3)
+    pages = (cache, *(torch.tensor(x).int() for x in ([0, 2], [1, 2], [2])))
+    for indptr, starts in (([2, 4], [0]), ([0, 4], [-2])):
+        rows = mla_ops.gather_latent_cache(
+            *pages, torch.tensor(indptr).int(), num_tokens=4, seq_starts=torch.tensor(starts).int(), backend="reference"
+        )
+        assert torch.equal(rows, torch.cat([torch.zeros(2, 3), cache[1]]))
+
+
 def test_gather_past_the_end_of_a_request_gives_zeros() -> None:
     x = make_decode_inputs([2, 5])
     rows = gather(x, [4, 3], 7)

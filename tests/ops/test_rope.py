@@ -110,6 +110,13 @@ def test_to_empty_and_to_meta_and_back_give_the_frequencies() -> None:
     assert torch.equal(rope.to_empty(device="cpu").inv_freq, inverse_frequencies(yarn()))
 
 
+def test_a_move_that_moves_nothing_keeps_the_tensor() -> None:
+    """A captured graph reads it where it is, as it does the parameters, which such a move keeps too."""
+    rope = RotaryEmbedding(yarn())
+    inv_freq = rope.inv_freq
+    assert rope.to("cpu").float().inv_freq is inv_freq
+
+
 def test_frequencies_are_not_in_the_state_dict() -> None:
     assert not RotaryEmbedding(PLAIN).state_dict()
 

@@ -280,3 +280,13 @@ def test_softmax_scale_has_no_default(op: str) -> None:
 def test_an_indptr_without_an_entry_is_refused(op: str) -> None:
     name = {"mla_decode": "qo_indptr", "mla_prefill": "cu_seqlens_q", "gather_latent_cache": "kv_indptr"}[op]
     assert_refused(op, changing(name, lambda x: x[:0]), f"{name} must have B . 1 elements", ValueError)
+
+
+@pytest.mark.parametrize("op", sorted(set(OPS) - {"mla_decode.out"}))
+def test_auto_leaves_it_to_the_op_to_say_what_is_wrong_with_its_first_tensor(op: str) -> None:
+    make, call, _ = OPS[op]
+    for change, error in ((lambda x: x.int(), TypeError), (lambda x: x[0], ValueError)):
+        arguments = make() | {"backend": "auto"}
+        arguments[LEADERS[op]] = change(arguments[LEADERS[op]])
+        with pytest.raises(error, match=f"^{LEADERS[op]} must be"):
+            call(arguments)

@@ -147,3 +147,27 @@ def test_a_layer_with_a_hook_runs_its_own_forward(device: torch.device, launched
     assert len(seen) == 3
     assert launched.count("linear_kernel") < products
     assert_matches(found, expected.double(), factor=16.0)
+
+
+@pytest.mark.parametrize("name", ["q_b_proj", "kv_a_proj_with_mqa", "o_proj", "q_a_layernorm"])
+def test_a_forward_set_on_a_part_of_a_layer_is_run(device: torch.device, name: str) -> None:
+    """As accelerate sets them, to bring weights in."""
+    layer = make_layer(CONFIG, device)
+    hidden, part = random_rows(CONFIG, device), layer.get_submodule(name)
+    forward = part.forward
+    part.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
+    found, expected = (serve(layer, hidden, backend)[0] for backend in ("triton", "reference"))
+    assert_matches(found, expected.double(), factor=256.0)
+
+
+@pytest.mark.parametrize("change", ["hook", "class"])
+def test_a_norm_of_another_kind_runs_its_own_forward(device: torch.device, change: str) -> None:
+    layer = make_layer(CONFIG, device)
+    hidden = random_rows(CONFIG, device)
+    if change == "hook":
+        layer.kv_a_layernorm.register_forward_hook(lambda module, args, output: 2 * output)
+    else:
+        norm = torch.nn.LayerNorm(CONFIG.kv_lora_rank, device=device).requires_grad_(False)
+        layer.kv_a_layernorm = norm  # type: ignore[assignment]
+    found, expected = (serve(layer, hidden, backend)[0] for backend in ("triton", "reference"))
+    assert_matches(found, expected.double(), factor=256.0)

@@ -35,3 +35,30 @@ def test_what_they_cannot_serve_is_an_error_when_asked_for(monkeypatch: pytest.M
     odd = dataclasses.replace(CONFIG, kv_lora_rank=192)
     with pytest.raises(BackendUnavailableError, match=r"kv_lora_rank.*192"):
         select(odd, "cuda", torch.bfloat16, backend="triton")
+
+
+def test_auto_takes_the_reference_for_widths_that_they_cannot_serve() -> None:
+    narrow = dataclasses.replace(CONFIG, qk_nope_head_dim=24, qk_rope_head_dim=16)  # 40 is 32 and 8
+    assert select(narrow, "cuda", torch.bfloat16).name == "triton"
+    for choice in (
+        select(narrow, "cuda", torch.bfloat16, op="prefill"),
+        select(None, "cuda", torch.bfloat16, op="prefill", widths=(40, 128)),
+        select(None, "cuda", torch.bfloat16, op="prefill", widths=(192, 96)),
+        select(None, "cuda", torch.bfloat16, widths=(256, 192)),
+        select(None, "cuda", torch.bfloat16, widths=(576, 448)),
+    ):
+        assert choice.name == "reference", choice
+        assert "must be" in choice.reason
+    for op, widths in (
+        ("prefill", (192, 128)),
+        ("prefill", (128, 128)),
+        ("decode", (576, 512)),
+        ("decode", (512, 512)),
+    ):
+        assert select(None, "cuda", torch.bfloat16, op=op, widths=widths).name == "triton"  # type: ignore[arg-type]
+
+
+def test_a_prefill_that_they_cannot_serve_is_refused_with_its_plan() -> None:
+    narrow = dataclasses.replace(CONFIG, qk_nope_head_dim=24, qk_rope_head_dim=16)
+    with pytest.raises(BackendUnavailableError, match=r"qk_head_dim must be .*, got 40"):
+        select(narrow, "cuda", torch.bfloat16, backend="triton", op="prefill")

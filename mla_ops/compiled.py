@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from mla_ops.module import DeepseekMLA
+from mla_ops.module import DeepseekMLA, check_call
 from mla_ops.plan import DecodeMetadata, DecodePlan, PrefillPlan
 
 __all__ = ["compile_layers"]
@@ -33,7 +33,8 @@ def compile_layers(
         options: of ``torch.compile``; ``fullgraph=True`` unless given.
 
     Returns:
-        A function per layer, with the method's arguments (a ``DecodePlan`` is taken as ``plan.at(batch_size)``).
+        A function per layer, with the method's arguments (a ``DecodePlan`` is taken as ``plan.at(batch_size)``). It
+        raises what the method raises, and ValueError where a submodule has been replaced since.
 
     Raises:
         ValueError: no layers, or of different kinds or shapes.
@@ -49,9 +50,11 @@ def compile_layers(
     # Dynamo keeps what it compiled, and counts it against its limit, by code object: each call gets its own.
     call.__code__ = call.__code__.replace(co_name=f"mla_{method}")
     compiled = torch.compile(call, **{"fullgraph": True, **options})
+    kind = PrefillPlan if method == "prefill" else DecodeMetadata
 
     def run(
         slots: list[_Slot],
+        modules: list[_Submodule],
         hidden_states: Tensor,
         positions: Tensor,
         kv_cache: Tensor,
@@ -60,13 +63,19 @@ def compile_layers(
     ) -> Tensor:
         if isinstance(plan, DecodePlan):
             plan = plan.at(hidden_states.shape[0] // plan.query_len)
+        if not torch.compiler.is_compiling():
+            check_call(hidden_states, kv_cache, plan, kind)
+            for name, store, key, module in modules:
+                if store.get(key, module) is not module:  # absorb() takes one away, and keeps its weight's parts
+                    raise ValueError(f"{name} was replaced after compile_layers; call it again for the new module")
         rest = () if residual is None else (residual,)  # which only forward has
         if dynamic_batch and not torch.compiler.is_compiling():
             _mark_batch([hidden_states, positions, *rest], plan)
         tensors = {name: x for name, store, key in slots if (x := store[key]) is not None}
         return compiled(tensors, hidden_states, positions, kv_cache, plan, *rest)
 
-    return [partial(run, _MethodOf(layer, method).slots()) for layer in layers]
+    methods = [_MethodOf(layer, method) for layer in layers]
+    return [partial(run, each.slots(), each.submodules()) for each in methods]
 
 
 def _without_data(layer: nn.Module) -> nn.Module:
@@ -86,6 +95,7 @@ def _shapes(layer: nn.Module) -> tuple[object, ...]:
 
 
 _Slot = tuple[str, dict[str, Any], str]
+_Submodule = tuple[str, dict[str, Any], str, nn.Module | None]
 
 
 class _MethodOf(nn.Module):
@@ -103,6 +113,14 @@ class _MethodOf(nn.Module):
             for prefix, module in self.named_modules()
             for store in (module._parameters, module._buffers)
             for name in store
+        ]
+
+    def submodules(self) -> list[_Submodule]:
+        """Which module is where: its slots are of it alone."""
+        return [
+            (f"{prefix}.{name}".removeprefix("module."), parent._modules, name, module)
+            for prefix, parent in self.module.named_modules(prefix="module")
+            for name, module in parent._modules.items()
         ]
 
     def forward(self, *args: Any) -> Any:

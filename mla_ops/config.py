@@ -260,6 +260,8 @@ def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
             "original_max_position_embeddings": hf.get("max_position_embeddings"),
             **{name: value for name, value in scaling.items() if value is not None},
         }
+    elif scaling.get("llama_4_scaling_beta") is not None:
+        raise ValueError("llama_4_scaling_beta without a scaled rotation is not served; its rope type must be yarn")
     fields["rope_interleave"] = hf.get("model_type") not in _HF_HALF_ROTATION
     for name in ("rms_norm_eps", "rope_interleave", "max_position_embeddings", "attention_bias"):
         if hf.get(name) is not None:
@@ -367,4 +369,5 @@ PRESETS: Mapping[str, MLAConfig] = {
         max_position_embeddings=32768,
     ),
 }
-"""Published models, by name."""
+"""Published models, by name. MiniCPM3's has its shapes; files of it that scale the rotation by longrope, which is not
+served, are refused by :meth:`MLAConfig.from_hf`."""

@@ -21,7 +21,7 @@ from mla_ops.rope import RotaryEmbedding, apply_rotary
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DeepseekMLA"]
+__all__ = ["DeepseekMLA", "check_call"]
 
 # Hugging Face and DeepSeek build the two inner norms without the config's epsilon.
 _INNER_NORM_EPS = 1e-6
@@ -149,9 +149,13 @@ class DeepseekMLA(nn.Module):
 
         Returns:
             ``[T, hidden_size]``; rows of padded requests are 0, plus ``o_proj``'s bias where it has one, plus residual.
+
+        Raises:
+            ValueError, TypeError: a plan of another kind, number of tokens or page size; and as the ops.
         """
         if isinstance(plan, DecodePlan):
             plan = plan.at(hidden_states.shape[0] // plan.query_len)
+        check_call(hidden_states, kv_cache, plan, DecodeMetadata)
         config, fused = self.config, self.fuses(hidden_states, plan.backend)
         w_uk, w_uv = self.absorb()
         if fused:
@@ -201,7 +205,11 @@ class DeepseekMLA(nn.Module):
 
         Returns:
             ``[T, hidden_size]``.
+
+        Raises:
+            ValueError, TypeError: as in :meth:`forward`.
         """
+        check_call(hidden_states, kv_cache, plan, PrefillPlan)
         if self.fuses(hidden_states, plan.backend):
             q, rows = self._project_fused(hidden_states, positions, kv_cache, plan.slot_mapping)
             q_nope, q_pe = self._rope_queries(q, positions)
@@ -351,6 +359,33 @@ class DeepseekMLA(nn.Module):
         config = self.config
         return self._kv_b_weight().view(
             self.num_local_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank
+        )
+
+
+def check_call(hidden_states: Tensor, kv_cache: Tensor, plan: object, kind: type[DecodeMetadata | PrefillPlan]) -> None:
+    """Refuse a call whose plan is of another step or cache: its slots would be other ones there.
+
+    A compiler does not see this: what it compiles is checked before, by :func:`mla_ops.compile_layers`.
+
+    Raises:
+        TypeError: ``plan`` is not of this kind.
+        ValueError: hidden_states ``[T, hidden_size]`` has not the plan's T, or the cache not its page size.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if not isinstance(plan, kind):
+        wanted = "PrefillPlan" if kind is PrefillPlan else "DecodePlan, or what its at(batch_size) gives"
+        raise TypeError(f"plan must be a {wanted}, got a {type(plan).__name__}")
+    tokens = plan.slot_mapping.shape[0]
+    if hidden_states.dim() != 2 or hidden_states.shape[0] != tokens:
+        raise ValueError(
+            f"hidden_states must be [{tokens}, hidden_size], a row for each of the plan's tokens, got "
+            f"{tuple(hidden_states.shape)}"
+        )
+    if kv_cache.dim() == 3 and kv_cache.shape[1] != plan.page_size:
+        raise ValueError(
+            f"kv_cache must have pages of {plan.page_size} rows, as the plan has, got {kv_cache.shape[1]}; make both "
+            "with one page_size"
         )
 
 

@@ -92,6 +92,7 @@ class DecodeMetadata(NamedTuple):
         max_seqlen_q: Q.
         num_kv_splits: 0 for the backend's choice.
         backend: name; ``"auto"`` may have another one for few requests than for many.
+        page_size: rows per page of the cache.
     """
 
     qo_indptr: Tensor
@@ -105,6 +106,7 @@ class DecodeMetadata(NamedTuple):
     max_seqlen_q: int
     num_kv_splits: int
     backend: str
+    page_size: int
 
 
 class DecodePlan:
@@ -343,6 +345,7 @@ class DecodePlan:
                 max_seqlen_q=self.query_len,
                 num_kv_splits=self.num_kv_splits if state is None else state.num_kv_splits(batch_size),
                 backend=self.choice.of(batch_size * self._rows),
+                page_size=self.page_size,
             )
         return metadata
 

@@ -46,6 +46,7 @@ class PrefillPlan(NamedTuple):
         kv_last_page_lens: ``[B]`` int32.
         chunks: the prefixes, cut so that each chunk has about ``chunk_tokens`` rows; empty without prefixes.
         backend: name.
+        page_size: rows per page of the cache.
     """
 
     cu_seqlens_q: Tensor
@@ -57,6 +58,7 @@ class PrefillPlan(NamedTuple):
     kv_last_page_lens: Tensor
     chunks: tuple[PrefillChunk, ...]
     backend: str
+    page_size: int
 
     @classmethod
     def make(
@@ -106,6 +108,7 @@ class PrefillPlan(NamedTuple):
             kv_last_page_lens=torch.tensor([(n - 1) % page_size + 1 if n else 0 for n in prefix_lens]).int().to(device),
             chunks=_prefix_chunks(prefix_lens, page_size, chunk_tokens, device),
             backend=select(config, device, dtype, backend=backend, op="prefill").name,
+            page_size=page_size,
         )
 
 

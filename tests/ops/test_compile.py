@@ -322,6 +322,37 @@ def test_weights_that_change_after_compiling_are_used(change: str) -> None:
     assert torch.allclose(found.float(), before, atol=1e-5) == (change in ("double", "absorb"))
 
 
+def test_a_submodule_that_was_replaced_after_compiling_is_refused() -> None:
+    layers, cache = make_layers(1), make_caches(1)[0]
+    run = compile_layers(layers, backend="eager")[0]
+    layers[0].o_proj = make_layers(1)[0].o_proj
+    hidden, metadata = step(make_plan(), 3)
+    with pytest.raises(ValueError, match="o_proj was replaced after compile_layers"):
+        run(hidden, metadata.positions, cache, metadata)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("method", ["forward", "prefill"])
+def test_a_call_of_another_step_or_cache_than_the_plans_is_refused(method: str, compiled: bool) -> None:
+    layers, cache = make_layers(1), make_caches(1)[0]
+    if method == "prefill":
+        hidden, plan = make_prefill([3, 2], [0, 8])
+        other: Any = step(make_plan(), 2)[1]
+    else:
+        hidden, plan = step(make_plan(), 3)
+        other = make_prefill([3], [0])[1]
+    run = compile_layers(layers, method=method, backend="eager")[0] if compiled else getattr(layers[0], method)
+    before = cache.clone()
+    for rows, shape in ((torch.cat([hidden, hidden[:1]]), len(hidden) + 1), (hidden[None], f"1, {len(hidden)}")):
+        with pytest.raises(ValueError, match=rf"hidden_states must be \[{len(hidden)}, hidden_size\].*got \({shape}, "):
+            run(rows, plan.positions, cache, plan)
+    with pytest.raises(ValueError, match=f"kv_cache must have pages of {PAGE_SIZE} rows"):
+        run(hidden, plan.positions, cache[1:].view(-1, 2 * PAGE_SIZE, cache.shape[-1]), plan)
+    with pytest.raises(TypeError, match=r"plan must be a (DecodePlan|PrefillPlan)"):
+        run(hidden, plan.positions, cache, other)
+    assert torch.equal(cache, before)
+
+
 def test_compiled_layers_keep_no_copy_of_the_weights() -> None:
     layers = make_layers(1)
     run = compile_layers(layers, backend="eager")[0]

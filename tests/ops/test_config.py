@@ -150,6 +150,12 @@ def test_from_hf_takes_none_for_a_missing_value_of_rope_scaling() -> None:
         MLAConfig.from_hf({**SMALL_HF, "rope_scaling": scaling})
 
 
+def test_from_hf_refuses_a_growth_of_queries_beside_a_rotation_that_is_not_scaled() -> None:
+    scaling = {"rope_type": "default", "llama_4_scaling_beta": 0.1}
+    with pytest.raises(ValueError, match="llama_4_scaling_beta without a scaled rotation"):
+        MLAConfig.from_hf({**SMALL_HF, "rope_scaling": scaling})
+
+
 @pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "must hold a JSON object, got list")])
 def test_from_hf_refuses_a_file_that_is_no_json_object(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)

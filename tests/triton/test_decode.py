@@ -33,6 +33,15 @@ def test_fp8_cache(device: torch.device) -> None:
     check_decode(paged([5, 100], 16, 16, 256, 64, device, torch.float16, fp8=True))
 
 
+def test_heads_further_apart_than_32_bits_count_are_refused(device: torch.device) -> None:
+    case = paged([5], 3, 16, 256, 64, device, torch.float16, stray_rows=0)
+    apart = 2**30 + 16
+    far = torch.empty(2 * apart + case.q.numel(), dtype=torch.float16, device=device)
+    case.q = far.as_strided(case.q.shape, (320, apart, 1)).copy_(case.q)
+    with pytest.raises(BackendUnavailableError, match="make q contiguous"):
+        case.decode("triton")
+
+
 @pytest.mark.parametrize("num_kv_splits", [1, 2, 7])
 def test_any_number_of_splits(num_kv_splits: int, device: torch.device) -> None:
     check_decode(paged([300, 0, 17], 16, 16, 256, 32, device), num_kv_splits)

@@ -28,6 +28,18 @@ def test_nan_of_the_next_request_stays_there(device: torch.device) -> None:
     assert out[:20].isfinite().all()
 
 
+def test_heads_further_apart_than_32_bits_count(device: torch.device) -> None:
+    q, k = (torch.randn(9, 3, 32, dtype=torch.float16, device=device) for _ in range(2))
+    apart = 2**30 + 16  # elements: two of them are past what 32 bits with a sign hold
+    far = torch.empty(2 * apart + k.numel(), dtype=torch.float16, device=device).as_strided(k.shape, (32, apart, 1))
+    far.copy_(k)
+    indptr = indptr_of([9], device)
+    near, found = (
+        torch.ops.mla_ops.mla_prefill(q, x, k[..., :16], indptr, indptr, 9, 9, SCALE, True, "triton") for x in (k, far)
+    )
+    assert all(map(torch.equal, found, near))
+
+
 def test_what_the_kernel_is_not_made_for_is_refused(device: torch.device) -> None:
     indptr = indptr_of([4], device)
     for width, scale, message in ((224, 0.1, "sum of two"), (64, 0.0, "softmax_scale")):

@@ -21,6 +21,7 @@ from mla_ops.backends.triton.launch import (
     bound_stream,
     compute_units,
     empty_strided,
+    heads_lie_near,
     is_power_of_two,
     refuse,
 )
@@ -31,6 +32,7 @@ __all__ = ["BoundDecode", "choose_decode", "decode_launches", "mla_decode"]
 # Requests whose lengths a program reads at a time, and parts whose log-sum-exps the merge does.
 _CHUNK = 256
 _LOG2_E = math.log2(math.e)
+_MOST_PROGRAMS = 65535  # of a grid's second dimension; a request's share may be larger than what was asked for
 _KERNELS: dict[str, Any] = {
     "portable": decode_kernel,
     "hopper": decode_hopper_kernel,
@@ -184,7 +186,7 @@ def decode_launches(
     rows = max_seqlen_q * num_heads
     tiles = -(-rows // config.block_m)
     share = units * config.programs_per_unit // tiles
-    programs = num_kv_splits * num_requests if num_kv_splits else max(1, share)
+    programs = min(num_kv_splits * num_requests, _MOST_PROGRAMS) if num_kv_splits else max(1, share)
     part_out, part_lse, spans = _scratch(q, (tiles, programs, 2, config.block_m, rank), num_requests)
     plan = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_last_page_lens": kv_last_page_lens}
     results = {"out": out, "lse": lse, "part_out": part_out, "part_lse": part_lse, "spans": spans}
@@ -260,6 +262,8 @@ def _require_supported(q: Tensor, rank: int, softmax_scale: float) -> None:
         raise refuse(f"the kernels take the largest score before they scale it, and softmax_scale is {softmax_scale}")
     if q.dtype == torch.float64:
         raise refuse("the kernels accumulate in float32 and q is float64")
+    if not heads_lie_near(q):
+        raise refuse("the heads of q lie further apart than 32 bits count; make q contiguous")
     rope = q.shape[2] - rank
     if not is_power_of_two(rank, 16) or (rope and not is_power_of_two(rope, 16)):
         raise refuse(

@@ -24,6 +24,7 @@ __all__ = [
     "bound_stream",
     "compute_units",
     "empty_strided",
+    "heads_lie_near",
     "is_power_of_two",
     "refuse",
 ]
@@ -288,6 +289,11 @@ def arch_of(tensor: Tensor) -> str:
 def compute_units(tensor: Tensor) -> int:
     """Streaming multiprocessors or compute units of the tensor's device."""
     return _compute_units(tensor.device) if tensor.is_cuda else _INTERPRETED_UNITS
+
+
+def heads_lie_near(x: Tensor) -> bool:
+    """Whether the offsets of all heads of ``[T, H, ...]`` fit in 32 bits, in which the kernels compute them."""
+    return (x.shape[1] - 1) * x.stride(1) < 2**31
 
 
 def is_power_of_two(value: int, least: int) -> bool:

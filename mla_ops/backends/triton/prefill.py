@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_ops.backends.triton.configs import PrefillConfig, prefill_config
-from mla_ops.backends.triton.launch import Launch, arch_of, is_power_of_two, refuse
+from mla_ops.backends.triton.launch import Launch, arch_of, heads_lie_near, is_power_of_two, refuse
 from mla_ops.backends.triton.prefill_hopper import prefill_hopper_kernel
 
 __all__ = ["mla_prefill", "prefill_launch"]
@@ -47,6 +47,7 @@ def mla_prefill(
     if softmax_scale <= 0:
         raise refuse(f"the kernels take the largest score before they scale it, and softmax_scale is {softmax_scale}")
     config = prefill_config(arch_of(q), q.dtype)
+    q, k, v = (x if heads_lie_near(x) else x.contiguous() for x in (q, k, v))
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
     prefill_launch(

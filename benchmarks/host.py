@@ -20,7 +20,7 @@ from benchmarks.common import measure_host, print_table
 from benchmarks.inputs import SCALE, DecodeInputs, decode_inputs, prefill_inputs
 from capture import BuildOptions
 from mla_ops import DecodePlan, MLAConfig
-from mla_ops.warmup import DecodeStep
+from mla_ops.decode_step import DecodeStep
 
 _REPEATS = 500
 _LAYER, _LAYERS = "MLABlock, one of 4", 4

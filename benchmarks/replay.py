@@ -23,8 +23,8 @@ from torch import Tensor
 from benchmarks.common import print_table
 from capture import BuildOptions, CaptureReport, GraphRunner
 from mla_ops.config import MLAConfig
+from mla_ops.decode_step import DecodeStep
 from mla_ops.plan import DecodeMetadata
-from mla_ops.warmup import DecodeStep
 
 _CALLS = 50
 _SPIN = 100_000_000  # device cycles: longer than the host takes to enqueue the calls behind them

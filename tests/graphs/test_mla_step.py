@@ -11,7 +11,7 @@ from torch import Tensor
 
 from capture import BuildOptions, GraphRunner, VerificationError
 from mla_ops import DecodePlan, DeepseekMLA, MLAConfig
-from mla_ops.warmup import DecodeStep
+from mla_ops.decode_step import DecodeStep
 
 CONFIG = MLAConfig(hidden_size=64, num_heads=2, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
 PAGE_SIZE, PAGES = 4, 3

@@ -18,7 +18,7 @@ from torch import Tensor
 from capture import BuildOptions, GraphRunner, no_compile
 from capture.tolerance import distance, same_bits
 from mla_ops import MLAConfig
-from mla_ops.warmup import DecodeStep
+from mla_ops.decode_step import DecodeStep
 
 pytestmark = pytest.mark.gpu
 

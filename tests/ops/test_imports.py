@@ -114,7 +114,7 @@ def test_capture_imports_mla_ops_only_inside_the_functions_of_its_command_line()
 
 def test_only_the_top_floor_of_mla_ops_imports_capture() -> None:
     for path in sources("mla_ops"):
-        if not is_in(name_of(path), "mla_ops.integrations", "mla_ops.warmup"):
+        if not is_in(name_of(path), "mla_ops.integrations", "mla_ops.warmup", "mla_ops.decode_step"):
             for module, _ in imports(path):
                 assert not is_in(module, "capture"), f"{name_of(path)} imports {module}"
 

@@ -52,7 +52,7 @@ def test_prefill_on_a_device_equals_the_cpu(dtype: torch.dtype, causal: bool) ->
 def test_captured_module_equals_eager(query_len: int) -> None:
     """Cache write, plan update, decode and all: the whole step of two layers, at other lengths and pages."""
     from capture import BuildOptions
-    from mla_ops.warmup import DecodeStep
+    from mla_ops.decode_step import DecodeStep
 
     config = mla_ops.MLAConfig(
         hidden_size=64, num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16

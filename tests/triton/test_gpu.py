@@ -13,7 +13,7 @@ from kernel_cases import Paged, check_decode, check_prefill, paged
 
 from capture import BuildOptions
 from mla_ops import PRESETS
-from mla_ops.warmup import DecodeStep
+from mla_ops.decode_step import DecodeStep
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -72,7 +72,7 @@ def test_a_step_launches_nothing_that_variants_does_not_list(model: str) -> None
 def main() -> None:
     """Record the launches of a decode step at several sizes, as on an H200, without running them."""
     from mla_ops.backends.triton import cache, decode, heads, launch, merge, prefill, products, rows, variants
-    from mla_ops.warmup import DecodeStep
+    from mla_ops.decode_step import DecodeStep
 
     for module in (cache, decode, heads, merge, prefill, products, rows):
         for name, value in (("arch_of", "sm_90"), ("compute_units", 132)):

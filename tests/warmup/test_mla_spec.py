@@ -14,7 +14,8 @@ import torch
 
 from capture import BuildOptions, VerificationError
 from mla_ops import MLAConfig
-from mla_ops.warmup import DecodeStep, spec
+from mla_ops.decode_step import DecodeStep
+from mla_ops.warmup import spec
 
 CONFIG = {
     "model_type": "deepseek_v3",

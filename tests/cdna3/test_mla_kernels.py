@@ -85,3 +85,20 @@ def test_a_written_row_is_read_back(arch: str) -> None:
     written = kv_cache.view(-1, 576)
     assert torch.equal(written[[5, 2]], rows[[0, 2]])
     assert written[[0, 1, 3, 4, 6, 7]].isnan().all()
+
+
+def test_nan_is_written_to_an_fp8_cache_as_nan_and_the_rest_saturated(arch: str) -> None:
+    if arch == "gfx950":
+        pytest.skip("its conversion to fp8 is no instruction of gfx942")
+    rows = torch.randn(1, 576).bfloat16()
+    rows[0, 3], rows[0, 4], rows[0, 5] = torch.nan, torch.inf, -1e30
+    written, scale, slots = (
+        torch.zeros(1, 2, 576, dtype=torch.float8_e4m3fnuz),
+        torch.full((1,), 0.5),
+        torch.tensor([1]),
+    )
+    expected = written.clone()
+    for cache_of, backend in ((expected, "reference"), (written, "triton")):
+        torch.ops.mla_ops.write_latent_cache(rows[:, :512], rows[:, 512:], cache_of, slots, scale, backend)
+    assert expected.float().isnan().sum() == 1
+    assert torch.equal(written.view(torch.uint8), expected.view(torch.uint8))

@@ -22,11 +22,24 @@ def test_write_stores_what_the_reference_stores(rank: int, rope: int, fp8: bool,
     assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.gpu  # the interpreter has no NaN in fp8; tests/cdna3 runs this as code
+def test_nan_is_stored_as_nan_in_fp8(device: torch.device) -> None:
+    latent = torch.randn(2, 288, device=device).half()
+    latent[0, 7], latent[1, 280] = torch.nan, torch.nan
+    cache = torch.zeros(1, 2, 288, device=device).to(torch.float8_e4m3fn)
+    slots, scale = torch.arange(2, device=device), torch.full((1,), 0.5, device=device)
+    torch.ops.mla_ops.write_latent_cache(latent[:, :256], latent[:, 256:], cache, slots, scale, "triton")
+    assert torch.equal(cache[0].float().isnan(), latent.isnan())
+
+
+@pytest.mark.parametrize("first", [0, 2], ids=["from-row-0", "from-row-2"])
 @pytest.mark.parametrize("starts", [None, [1, 0, 5]], ids=["whole", "from-starts"])
 @pytest.mark.parametrize("fp8", [False, True], ids=["same-dtype", "fp8"])
-def test_gather_reads_what_the_reference_reads(starts: list[int] | None, fp8: bool, device: torch.device) -> None:
+def test_gather_reads_what_the_reference_reads(
+    starts: list[int] | None, fp8: bool, first: int, device: torch.device
+) -> None:
     case = paged([20, 0, 33], 1, 16, 256, 32, device, torch.float16, fp8=fp8)
-    cu_seqlens = torch.tensor([0, 19, 19, 47], dtype=torch.int32, device=device)
+    cu_seqlens = torch.tensor([first, 19, 19, 47], dtype=torch.int32, device=device)
     seq_starts = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=device)
     results = [
         torch.ops.mla_ops.gather_latent_cache(

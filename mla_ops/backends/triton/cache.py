@@ -67,7 +67,8 @@ def write_launch(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Ten
 def stored(value, kv_scale, target, LIMIT: tl.constexpr):
     """The value as ``target`` keeps it: over the scale, saturated."""
     if kv_scale is not None:
-        value = tl.clamp(value.to(tl.float32) / tl.load(kv_scale), -LIMIT, LIMIT)
+        scaled = value.to(tl.float32) / tl.load(kv_scale)
+        value = tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return value.to(target.dtype.element_ty)
 
 
@@ -154,7 +155,7 @@ def gather_kernel(
         index = first + tl.arange(0, CHUNK)
         end = tl.load(cu_seqlens + 1 + index, mask=index < num_requests, other=2147483647)
         request += tl.sum((end[None, :] <= token[:, None]).to(tl.int32), 1)
-    live = (request < num_requests) & (token < num_tokens)
+    live = (request < num_requests) & (token < num_tokens) & (token >= tl.load(cu_seqlens))
     position = token - tl.load(cu_seqlens + request, mask=live, other=0)
     if seq_starts is not None:
         position += tl.load(seq_starts + request, mask=live, other=0)

@@ -97,7 +97,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         parse_digest(arguments.digest)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
-    if arguments.device is not None and not arguments.elsewhere:
+    if not arguments.elsewhere:
         check_device(arguments.device)
     options = {
         "digest": arguments.digest,

@@ -38,8 +38,7 @@ def run_program(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         store = make_plan(arguments)[1].store
     else:
-        if arguments.device is not None:
-            check_device(arguments.device)
+        check_device(arguments.device)
         try:
             store = entry_of_command(label, cache_dir=arguments.cache_dir, device=arguments.device)
         except ValueError as error:

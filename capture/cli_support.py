@@ -117,8 +117,10 @@ def _options(arguments: argparse.Namespace) -> BuildOptions:
         raise UsageError(str(error)) from None
 
 
-def check_device(name: str) -> None:
-    """Refuse a GPU that is not in this machine."""
+def check_device(name: str | None) -> None:
+    """Refuse a GPU that is not in this machine; None is what will be found here."""
+    if name is None:
+        return
     import torch
 
     device = torch.device(name)

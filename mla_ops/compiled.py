@@ -63,13 +63,14 @@ def compile_layers(
     ) -> Tensor:
         if isinstance(plan, DecodePlan):
             plan = plan.at(hidden_states.shape[0] // plan.query_len)
-        if not torch.compiler.is_compiling():
+        eager = not torch.compiler.is_compiling()
+        if eager:
             check_call(hidden_states, kv_cache, plan, kind)
             for name, store, key, module in modules:
                 if store.get(key, module) is not module:  # absorb() takes one away, and keeps its weight's parts
                     raise ValueError(f"{name} was replaced after compile_layers; call it again for the new module")
         rest = () if residual is None else (residual,)  # which only forward has
-        if dynamic_batch and not torch.compiler.is_compiling():
+        if dynamic_batch and eager:
             _mark_batch([hidden_states, positions, *rest], plan)
         tensors = {name: x for name, store, key in slots if (x := store[key]) is not None}
         return compiled(tensors, hidden_states, positions, kv_cache, plan, *rest)

@@ -11,13 +11,13 @@ rows. slot = page * page_size + offset. LSE is the natural-log log-sum-exp in fl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_ops import ops  # which defines the operators
-from mla_ops.backends.select import select
+from mla_ops.backends.select import resolve
 from mla_ops.transforms import goes_straight
 from mla_ops.validation import KNOWN_KV_LORA_RANKS
 
@@ -38,15 +38,6 @@ class AttentionOutput(NamedTuple):
 
     out: Tensor
     lse: Tensor
-
-
-def _chosen(like: Tensor, **request: Any) -> str:
-    """What auto chooses; for a tensor that no backend takes one that says so, as the op's checks do."""
-    return select(None, like.device, like.dtype, **request).name if like.is_floating_point() else "reference"
-
-
-def _resolved(backend: str, like: Tensor) -> str:
-    return _chosen(like, op="cache") if backend == "auto" else backend
 
 
 def _decode_widths(q: Tensor, kv_lora_rank: int | None) -> tuple[int, int] | None:
@@ -105,8 +96,8 @@ def mla_decode(
         InferenceOnlyError: a gradient is asked of a backend without one.
     """
     if backend == "auto":
-        backend = _chosen(
-            q,
+        backend = resolve(
+            *("auto", q),
             num_heads=q.shape[1] if q.dim() == 3 else None,
             widths=_decode_widths(q, kv_lora_rank),
             query_len=max_seqlen_q,
@@ -161,8 +152,8 @@ def mla_prefill(
     Raises:
         ValueError, TypeError: as in :func:`mla_decode`.
     """
-    if backend == "auto":
-        backend = _chosen(q, op="prefill", widths=(q.shape[-1], v.shape[-1]) if q.dim() and v.dim() else None)
+    widths = (q.shape[-1], v.shape[-1]) if q.dim() and v.dim() else None
+    backend = resolve(backend, q, op="prefill", widths=widths)
     return AttentionOutput(
         *_ops.mla_prefill(
             *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -196,7 +187,7 @@ def write_latent_cache(
     """
     tensors = (kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
     op = ops.write if goes_straight(*tensors) else _ops.write_latent_cache
-    op(*tensors, _resolved(backend, kv_c))
+    op(*tensors, resolve(backend, kv_c, op="cache"))
 
 
 def gather_latent_cache(
@@ -235,7 +226,7 @@ def gather_latent_cache(
     """
     result: Tensor = _ops.gather_latent_cache(
         *(kv_cache, kv_indptr, kv_indices, kv_last_page_lens, cu_seqlens, num_tokens),
-        *(seq_starts, kv_scale, dtype, _resolved(backend, kv_cache)),
+        *(seq_starts, kv_scale, dtype, resolve(backend, kv_cache, op="cache")),
     )
     return result
 
@@ -258,4 +249,4 @@ def merge_attn_states(
     Raises:
         ValueError, TypeError: as in :func:`mla_decode`.
     """
-    return AttentionOutput(*_ops.merge_attn_states(out_a, lse_a, out_b, lse_b, _resolved(backend, out_a)))
+    return AttentionOutput(*_ops.merge_attn_states(out_a, lse_a, out_b, lse_b, resolve(backend, out_a, op="cache")))

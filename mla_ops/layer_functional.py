@@ -9,19 +9,12 @@ import torch
 from torch import Tensor
 
 from mla_ops import layer_ops  # which defines the operators
-from mla_ops.backends.select import select
+from mla_ops.backends.select import resolve
 from mla_ops.transforms import goes_straight
 
 __all__ = ["absorb_query", "expand_values", "linear", "norm_rope_write", "rms_norm"]
 
 _ops = torch.ops.mla_ops
-
-
-def _resolved(backend: str, like: Tensor) -> str:
-    if backend != "auto":
-        return backend
-    # What is wrong with a tensor that no backend takes, the op's checks say
-    return select(None, like.device, like.dtype, op="layer").name if like.is_floating_point() else "reference"
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") -> Tensor:
@@ -42,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") ->
     """
     # The dispatcher alone refuses or converts a scalar of another type; so below
     op = layer_ops.rms_norm if type(eps) is float and goes_straight(x, weight) else _ops.rms_norm
-    result: Tensor = op(x, weight, eps, _resolved(backend, x))
+    result: Tensor = op(x, weight, eps, resolve(backend, x, op="layer"))
     return result
 
 
@@ -71,7 +64,7 @@ def linear(
         InferenceOnlyError: a gradient is asked of a backend without one, or of ``second`` or ``residual``.
     """
     op = layer_ops.linear if goes_straight(x, weight, second, residual) else _ops.linear
-    result: Tensor = op(x, weight, second, residual, _resolved(backend, x))
+    result: Tensor = op(x, weight, second, residual, resolve(backend, x, op="layer"))
     return result
 
 
@@ -121,7 +114,9 @@ def norm_rope_write(
     tensors = (q_a, latent, q_weight, kv_weight, positions, inv_freq, kv_cache, slot_mapping)
     straight = (type(eps), type(rope_scale), type(interleave)) == (float, float, bool)
     op = layer_ops.norm_rope_write if straight and goes_straight(*tensors, kv_scale) else _ops.norm_rope_write
-    result: tuple[Tensor, Tensor] = op(*tensors, eps, rope_scale, interleave, kv_scale, _resolved(backend, latent))
+    result: tuple[Tensor, Tensor] = op(
+        *tensors, eps, rope_scale, interleave, kv_scale, resolve(backend, latent, op="layer")
+    )
     return result
 
 
@@ -160,7 +155,7 @@ def absorb_query(
     scalars = (rope_scale, interleave, scaling_beta, scaling_window)
     straight = tuple(map(type, scalars)) == (float, bool, float, int)
     op = layer_ops.absorb_query if straight and goes_straight(*tensors) else _ops.absorb_query
-    result: Tensor = op(*tensors, *scalars, _resolved(backend, q))
+    result: Tensor = op(*tensors, *scalars, resolve(backend, q, op="layer"))
     return result
 
 
@@ -180,5 +175,5 @@ def expand_values(latent: Tensor, w_uv: Tensor, *, backend: str = "auto") -> Ten
         InferenceOnlyError: a gradient is asked of a backend without one.
     """
     op = layer_ops.expand_values if goes_straight(latent, w_uv) else _ops.expand_values
-    result: Tensor = op(latent, w_uv, _resolved(backend, latent))
+    result: Tensor = op(latent, w_uv, resolve(backend, latent, op="layer"))
     return result

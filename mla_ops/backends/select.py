@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from mla_ops.config import MLAConfig
 from mla_ops.errors import BackendUnavailableError
 
-__all__ = ["BACKENDS", "Choice", "Op", "select"]
+__all__ = ["BACKENDS", "Choice", "Op", "resolve", "select"]
 
 BACKENDS = ("aiter", "flash_mla", "reference", "triton")
 
@@ -130,6 +131,16 @@ def select(
     if backend == "triton":
         raise BackendUnavailableError("triton", refusal, 'use backend="reference"')
     return Choice("reference", f"{before}the triton backend cannot serve: {refusal}")
+
+
+def resolve(backend: str, like: Tensor, **request: Any) -> str:
+    """``backend``, or for ``"auto"`` the name of what :func:`select` takes for such a tensor.
+
+    For a tensor that no backend takes that is one whose checks say so.
+    """
+    if backend != "auto":
+        return backend
+    return select(None, like.device, like.dtype, **request).name if like.is_floating_point() else "reference"
 
 
 def _aiter_reason(request: _Request) -> str:

@@ -97,7 +97,8 @@ def mla_decode(
     """
     if backend == "auto":
         backend = resolve(
-            *("auto", q),
+            "auto",
+            q,
             num_heads=q.shape[1] if q.dim() == 3 else None,
             widths=_decode_widths(q, kv_lora_rank),
             query_len=max_seqlen_q,

@@ -86,18 +86,16 @@ def distance(actual: Tensor, expected: Tensor, dim: int | None = 0) -> Distance:
     return Distance(False, error, row, f"relative error {error:.2e}, allowed {limit:.2e}")
 
 
-def within_rounding(actual: Tensor, expected: Tensor, written: Tensor) -> Tensor:
-    """``[numel]`` bool: elements as close as rounding leaves them; integers: equal.
+def within_rounding(actual: Tensor, expected: Tensor) -> Tensor:
+    """``[n]`` bool: elements ``[n]`` as close as rounding leaves them; integers: equal.
 
     An element passes within the bound that :func:`distance` sets to one element, times the root mean square of
-    ``expected`` where ``written`` (``[numel]`` bool): its error comes from sums over the row, so it does not shrink
-    with the element.
+    ``expected``: its error comes from sums over the row, so it does not shrink with the element.
     """
-    a, e = actual.contiguous().view(-1), expected.contiguous().view(-1)
     if not actual.dtype.is_floating_point:
-        return a == e
-    a, e = _widened(a), _widened(e)
-    values = e[written & e.isfinite()]
+        return actual == expected
+    a, e = _widened(actual), _widened(expected)
+    values = e[e.isfinite()]
     rms = values.square().mean().sqrt() if values.numel() else values.new_zeros(())
     return (a - e).abs() <= _MAX_ABS_FACTOR * _limit(actual.dtype) * rms
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,9 +130,12 @@ def verify(
     results = []
     try:
         with torch.no_grad():
+            if again:
+                _randomize(runner.state, saved, generator)
+            before = _clones(runner.state) if again else {}
             for bucket in runner.captured:
                 trial = _Trials(runner, bucket, saved, poison, generator, hook)
-                results.append(trial.run_again(trials) if again else trial.run(trials))
+                results.append(trial.run_again(trials, before) if again else trial.run(trials))
     finally:
         with torch.no_grad():
             _copy_(runner.state, saved)
@@ -162,9 +166,10 @@ class _Trials:
         fillings += [self._draw() for _ in range(trials - len(fillings))]
         return self._run(fillings, self._trial)
 
-    def run_again(self, trials: int) -> BucketResult:
+    def run_again(self, trials: int, before: Mapping[str, Tensor]) -> BucketResult:
+        """``before`` is the state that all trials of all buckets start from."""
         fillings = [self._draw() for _ in range(trials)]
-        return self._run(fillings, self._trial_again)
+        return self._run(fillings, partial(self._trial_again, before))
 
     def _run(self, fillings: Sequence[int], trial: Callable[[Mapping[str, Tensor], int, str], None]) -> BucketResult:
         for filling in fillings:
@@ -209,9 +214,10 @@ class _Trials:
         for name in differing(runner.state, wanted_state):
             self.failures.append(f"{where}: a second replay of the same inputs leaves another state {name!r}")
 
-    def _trial_again(self, inputs: Mapping[str, Tensor], filling: int, where: str) -> None:
-        self._randomize()  # no poison: eager at the same shape would read the same unused slots
-        before = _clones(self.runner.state)
+    def _trial_again(
+        self, before: Mapping[str, Tensor], inputs: Mapping[str, Tensor], filling: int, where: str
+    ) -> None:
+        _copy_(self.runner.state, before)  # no poison: eager at the same shape would read the same unused slots
         self._fill(inputs, filling)
         wanted = self._eager(self.runner.static_inputs.views(self.bucket), filling, where)
         wanted_state = _clones(self.runner.state)
@@ -226,14 +232,9 @@ class _Trials:
 
     def _begin(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Make the state that every run of a trial starts from; returns copies of it."""
-        self._randomize()
+        _randomize(self.runner.state, self.saved, self.generator)
         self._poison(inputs)
         return _clones(self.runner.state)
-
-    def _randomize(self) -> None:
-        for name, tensor in self.runner.state.items():
-            if not _randomize_(tensor, self.generator):
-                tensor.copy_(self.saved[name])
 
     def _restart(self, before: Mapping[str, Tensor], inputs: Mapping[str, Tensor], filling: int) -> None:
         _copy_(self.runner.state, before)
@@ -323,11 +324,16 @@ class _Trials:
 
 
 def _state_difference(before: Tensor, tensor: Tensor, wanted: Tensor) -> str:
-    """What a replay left wrong in one tensor of the state, or ""; ``{eager}`` stands for what it is compared with."""
+    """What a replay left wrong in one tensor of the state, or ""; ``{eager}`` stands for what it is compared with.
+
+    Bits are compared everywhere, values where either has changed one: a step changes few rows of a large cache.
+    """
     changes, wanted_changes = changed_bits(tensor, before), changed_bits(wanted, before)
+    places = (changes | wanted_changes).nonzero()[:, 0]
+    values, expected = (t.contiguous().view(-1)[places] for t in (tensor, wanted))
     # One may hit the old value by chance, common in 16 bits and fewer, and the other miss it by its rounding.
-    by_chance = within_rounding(tensor, wanted, changes | wanted_changes)
-    wrong = ((changes != wanted_changes) & ~by_chance).nonzero()
+    by_chance = within_rounding(values, expected)
+    wrong = places[(changes[places] != wanted_changes[places]) & ~by_chance]
     if len(wrong):
         first = int(wrong[0])
         by = "the replay only" if changes[first] else "eager only"
@@ -335,9 +341,8 @@ def _state_difference(before: Tensor, tensor: Tensor, wanted: Tensor) -> str:
             f"differs in {len(wrong)} of {tensor.numel()} elements from what {{eager}} leaves; the first, "
             f"{_unravel(first, tensor.shape)}, was changed by {by}"
         )
-    written = wanted_changes.nonzero()[:, 0]
-    values, expected = (t.contiguous().view(-1)[written] for t in (tensor, wanted))
-    found = distance(values, expected, None)
+    written = wanted_changes[places]
+    found = distance(values[written], expected[written], None)
     return "" if found.ok else f"was written with other values: {found.reason}"
 
 
@@ -352,15 +357,15 @@ def _copy_(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
-def _randomize_(tensor: Tensor, generator: torch.Generator) -> bool:
-    """Fill a floating tensor with finite random values; False if it is not floating."""
-    if not tensor.dtype.is_floating_point:
-        return False
-    if tensor.element_size() == 1:
-        tensor.view(torch.uint8).random_(0, 0x70, generator=generator)  # finite in every fp8 format
-    else:
-        tensor.normal_(generator=generator)
-    return True
+def _randomize(state: Mapping[str, Tensor], saved: Mapping[str, Tensor], generator: torch.Generator) -> None:
+    """Fill floating tensors with finite random values, and others with what they had."""
+    for name, tensor in state.items():
+        if not tensor.dtype.is_floating_point:
+            tensor.copy_(saved[name])
+        elif tensor.element_size() == 1:
+            tensor.view(torch.uint8).random_(0, 0x70, generator=generator)  # finite in every fp8 format
+        else:
+            tensor.normal_(generator=generator)
 
 
 def _first_row(a: Tensor, b: Tensor, dim: int | None) -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from capture import cli_cache, cli_run
@@ -37,14 +39,21 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_DONE, _FAILED, _USAGE, _INTERRUPTED = 0, 1, 2, 130
+_DONE, _FAILED, _USAGE, _ENDED = 0, 1, 2, 128
+
+
+class _Ended(BaseException):
+    """A signal asked the process to end."""
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``mla-warmup`` with ``argv`` (default: the process's).
 
     Returns:
-        0 done, 1 failed, 2 wrong usage, 130 interrupted.
+        0 done, 1 failed, 2 wrong usage, 128 + its number where a signal ended it (130 interrupted).
     """
     if sys.stderr is None:  # closed: else messages would go to stdout, and a file of the cache would get its number
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -64,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.program and command is not cli_run.run_program:
             raise UsageError("only `exec` takes a command after --")
-        return command(arguments)
+        with _orderly_ends():
+            return command(arguments)
     except UsageError as error:
         print(f"mla-warmup: {error}", file=sys.stderr)
         return _USAGE
@@ -75,17 +85,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _FAILED
     except KeyboardInterrupt:
         print("mla-warmup: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return _ENDED + signal.SIGINT
+    except _Ended as ended:
+        print(f"mla-warmup: ended by {ended.signal.name}", file=sys.stderr)
+        return _ENDED + ended.signal
     except Exception:  # a bug, ours or of the user's factory, keeps its traceback
         traceback.print_exc()
         return _FAILED
+
+
+@contextmanager
+def _orderly_ends() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind a command as an interrupt does: workers, locks and temporary directories go with it.
+
+    A second one ends the process at once. One that is ignored (``nohup``) stays so.
+    """
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise _Ended(number)
+
+    heeded: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():  # else no handler can be set
+        heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    for number in heeded:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mla-warmup",
         description="Build kernels and compiled graphs once, keep them in a checked cache, start warm.",
-        epilog="Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted. "
+        epilog="Exit status: 0 done, 1 failed, 2 wrong usage, 128 + N ended by signal N (130 interrupted). "
         "MLA_WARMUP_TRACEBACK=1 shows the traceback of a failure.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

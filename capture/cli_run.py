@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import sys
 
 from capture.cli_support import (
@@ -53,12 +52,7 @@ def bench(arguments: argparse.Namespace) -> int:
     from capture.bench import measure_starts
 
     say = (lambda line: None) if arguments.quiet else _say
-    # As an interrupt: else the start that runs would go on alone, and the caches stay.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        result = measure_starts(model_arguments(arguments), arguments.repeat, say)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    result = measure_starts(model_arguments(arguments), arguments.repeat, say)
     if arguments.json:
         print_json(result.to_json())
     elif not arguments.quiet:

@@ -32,6 +32,7 @@ __all__ = ["BuiltKernel", "KernelWorkers", "usable_cores"]
 
 _PATIENCE = 300.0  # seconds that one kernel may take; a fork of a process with other threads may hang
 _JOB_BYTES = 2
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -218,19 +219,29 @@ def usable_cores() -> int:
 
 
 def _fork() -> int:
-    with warnings.catch_warnings():
-        # There are threads of libraries (BLAS, a device's runtime); the workers use none of those.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
+    """As ``os.fork``; what ends a process ends the child at once, and runs no handler of the parent there."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)
+    try:
+        with warnings.catch_warnings():
+            # There are threads of libraries (BLAS, a device's runtime); the workers use none of those.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            for number in _ENDINGS:
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.SIG_DFL)
+        return pid
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _work(units: Sequence[KernelBuildUnit], index: int, directory: Path, jobs: int, results: Connection) -> NoReturn:
     """All of a worker's life: it takes jobs until there are no more, or nobody to tell of them."""
     status = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ["TRITON_CACHE_DIR"] = str(directory)
+        # What compilers leave where they are ended goes with the workers' directory
+        os.environ["TMPDIR"] = tempfile.tempdir = str(directory.parent)
         while job := os.read(jobs, _JOB_BYTES):
             number = int.from_bytes(job, "big")
             results.send((number, None))

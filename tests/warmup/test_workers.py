@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -208,3 +209,33 @@ def test_nothing_is_left_of_the_workers(cache: Path, tmp_path: Path, monkeypatch
     for process in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
+
+
+def test_what_a_compiler_leaves_where_it_is_ended_goes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    log = tmp_path / "log"
+
+    def leave() -> None:
+        log.write_text(tempfile.mkdtemp())
+        time.sleep(60)
+
+    with KernelWorkers(units(leave, count=1), "gfx942", 1) as workers:
+        workers.start([str(DTYPES[0])])
+        wait_until(lambda: log.exists() and bool(log.read_text()))
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_ends_a_worker_without_its_parents_handler(name: str, tmp_path: Path) -> None:
+    number, log = signal.Signals[name], tmp_path / "log"
+    before = signal.signal(number, lambda *arguments: log.touch())
+    try:
+        with KernelWorkers(units(), "gfx942", 1) as workers:
+            (worker,) = workers._workers
+            os.kill(worker.pid, number)
+            wait_until(lambda: not runs(str(worker.pid)))
+            _, status = os.waitpid(worker.pid, 0)
+    finally:
+        signal.signal(number, before)
+    assert os.WTERMSIG(status) == number
+    assert not log.exists()

@@ -16,6 +16,8 @@ from mla_ops.plan import DecodeMetadata, DecodePlan, PrefillPlan
 
 __all__ = ["compile_layers"]
 
+_ALIAS = "_mla_ops_unbacked"
+
 
 def compile_layers(
     layers: Sequence[nn.Module], *, method: str = "forward", dynamic_batch: bool = True, **options: Any
@@ -69,9 +71,10 @@ def compile_layers(
             for name, store, key, module in modules:
                 if store.get(key, module) is not module:  # absorb() takes one away, and keeps its weight's parts
                     raise ValueError(f"{name} was replaced after compile_layers; call it again for the new module")
-        rest = () if residual is None else (residual,)  # which only forward has
+        rest = [] if residual is None else [residual]  # which only forward has
         if dynamic_batch and eager:
-            _mark_batch([hidden_states, positions, *rest], plan)
+            hidden_states, positions, *rest = map(_unbacked, (hidden_states, positions, *rest))
+            plan = _unbacked_plan(plan)
         tensors = {name: x for name, store, key in slots if (x := store[key]) is not None}
         return compiled(tensors, hidden_states, positions, kv_cache, plan, *rest)
 
@@ -128,13 +131,31 @@ class _MethodOf(nn.Module):
         return getattr(self.module, self.method)(*args)
 
 
-def _mark_batch(tensors: list[Tensor], plan: DecodeMetadata | PrefillPlan) -> None:
-    for field in plan:
-        if isinstance(field, Tensor):
-            tensors.append(field)
-        elif isinstance(field, tuple):
-            tensors.extend(x for chunk in field if isinstance(chunk, tuple) for x in chunk if isinstance(x, Tensor))
-    for tensor in tensors:
-        # The attribute that a mark leaves is looked at first: the mark itself costs a microsecond per tensor and step
-        if not hasattr(tensor, "_dynamo_unbacked_indices"):
-            torch._dynamo.decorators.mark_unbacked(tensor, 0)
+def _unbacked(tensor: Tensor) -> Tensor:
+    """The same memory as another tensor, marked: a mark stays, and would be met where the caller compiles its own."""
+    alias = tensor.view_as(tensor)
+    torch._dynamo.decorators.mark_unbacked(alias, 0)
+    return alias
+
+
+def _unbacked_plan(plan: Any) -> Any:
+    """A plan of such tensors, but for those of a backend's own, which are no rows of the batch."""
+    return plan._make(map(_unbacked_field, plan))
+
+
+def _unbacked_field(field: Any) -> Any:
+    if isinstance(field, Tensor):
+        return _unbacked_once(field)
+    if isinstance(field, tuple):
+        return tuple([_unbacked_plan(x) if hasattr(x, "_make") else x for x in field])  # a prefill's chunks
+    return field
+
+
+def _unbacked_once(tensor: Tensor) -> Tensor:
+    """As :func:`_unbacked`, made at the first call: a plan's tensors stay, and to make one takes some microseconds."""
+    alias: Tensor | None = getattr(tensor, _ALIAS, None)
+    if alias is None:
+        alias = tensor.detach()  # not a view: that keeps its base, which keeps it
+        torch._dynamo.decorators.mark_unbacked(alias, 0)
+        setattr(tensor, _ALIAS, alias)
+    return alias

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -243,6 +245,34 @@ def test_the_first_batch_size_does_not_matter() -> None:
             hidden, metadata = step(plan, batch_size)
             run(hidden, metadata.positions, caches[0], plan.at(batch_size))
         assert counter.frame_count == 1
+
+
+def test_a_step_over_the_same_plan_and_rows_still_compiles_on_its_own() -> None:
+    """What is marked for one graph of all sizes is ours alone: no other compilation meets the mark."""
+    layers, caches, plan = make_layers(1), make_caches(2), make_plan()
+    hidden, metadata = step(plan, 64)
+    compile_layers(layers, backend="eager")[0](hidden, metadata.positions, caches[0], metadata, hidden)
+    block_table, seq_lens = torch.randperm(PAGES)[: 64 * 7].reshape(64, 7).int(), torch.randint(1, 28, (64,)).int()
+
+    def whole(rows: Tensor, cache: Tensor) -> Tensor:
+        plan.update(block_table, seq_lens)
+        added: Tensor = layers[0](rows, plan.at(64).positions, cache, plan)
+        return rows + added if rows.shape[0] > 1 else added
+
+    caches[1].copy_(caches[0])
+    found = torch.compile(whole, backend="aot_eager", fullgraph=True)(hidden, caches[0])
+    assert_matches(found, whole(hidden, caches[1]).double(), factor=FACTOR)
+
+
+def test_a_plan_that_was_compiled_with_can_go() -> None:
+    layers, cache = make_layers(1), make_caches(1)[0]
+    hidden, plan = make_prefill([3, 5], [0, 9])
+    compile_layers(layers, method="prefill", backend="eager")[0](hidden, plan.positions, cache, plan)
+    tensors = [weakref.ref(x) for x in (*plan, *plan.chunks[0]) if isinstance(x, Tensor)]
+    del plan
+    torch._dynamo.reset()
+    gc.collect()
+    assert not any(tensor() is not None for tensor in tensors)
 
 
 def test_a_plan_is_taken_whole() -> None:

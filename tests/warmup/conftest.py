@@ -38,6 +38,12 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the cache of the commands that the test runs."""
+    monkeypatch.setenv("MLA_WARMUP_CACHE", str(cache))
+
+
+@pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """What the toy units did so far, without process ids."""
     path = tmp_path / "log"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mla_ops.backends.widths import is_served, split_width
 from mla_ops.config import MLAConfig
 from mla_ops.errors import BackendUnavailableError
 
@@ -206,9 +207,8 @@ def _triton_refusal(
     elif widths is not None and op == "prefill":
         qk_head_dim, powers = widths[0], {"v_head_dim": widths[1]}
     for name, width in powers.items():
-        if (width & (width - 1) or width < 16) and (name, width) != ("qk_rope_head_dim", 0):
+        if not is_served(width) and (name, width) != ("qk_rope_head_dim", 0):
             return f"{name} must be a power of two and at least 16, got {width}"
-    rest = qk_head_dim - (1 << qk_head_dim.bit_length() >> 1)
-    if op == "prefill" and (rest & (rest - 1) or 0 < rest < 16 or 0 < qk_head_dim < 16):
+    if op == "prefill" and qk_head_dim and split_width(qk_head_dim) is None:
         return f"qk_head_dim must be a power of two or a sum of two, all at least 16, got {qk_head_dim}"
     return None

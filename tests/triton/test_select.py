@@ -62,3 +62,13 @@ def test_a_prefill_that_they_cannot_serve_is_refused_with_its_plan() -> None:
     narrow = dataclasses.replace(CONFIG, qk_nope_head_dim=24, qk_rope_head_dim=16)
     with pytest.raises(BackendUnavailableError, match=r"qk_head_dim must be .*, got 40"):
         select(narrow, "cuda", torch.bfloat16, backend="triton", op="prefill")
+
+
+def test_no_prefill_is_built_for_widths_that_they_cannot_serve() -> None:
+    variants = pytest.importorskip("mla_ops.backends.triton").variants
+    narrow = dataclasses.replace(CONFIG, qk_nope_head_dim=24, qk_rope_head_dim=16)
+    names = [
+        [launch.name for launch in variants(config, dtype=torch.bfloat16, arch="gfx942")] for config in (CONFIG, narrow)
+    ]
+    assert "prefill_kernel" in names[0]
+    assert names[1] == [name for name in names[0] if name != "prefill_kernel"]

@@ -22,9 +22,9 @@ from mla_ops.backends.triton.launch import (
     compute_units,
     empty_strided,
     heads_lie_near,
-    is_power_of_two,
     refuse,
 )
+from mla_ops.backends.widths import is_served
 from mla_ops.validation import output_dtype
 
 __all__ = ["BoundDecode", "choose_decode", "decode_launches", "mla_decode"]
@@ -265,7 +265,7 @@ def _require_supported(q: Tensor, rank: int, softmax_scale: float) -> None:
     if not heads_lie_near(q):
         raise refuse("the heads of q lie further apart than 32 bits count; make q contiguous")
     rope = q.shape[2] - rank
-    if not is_power_of_two(rank, 16) or (rope and not is_power_of_two(rope, 16)):
+    if not is_served(rank) or (rope and not is_served(rope)):
         raise refuse(
             f"kv_lora_rank and qk_rope_head_dim must be powers of two and at least 16 (the latter may be 0), "
             f"got {rank} and {rope}"

@@ -25,7 +25,6 @@ __all__ = [
     "compute_units",
     "empty_strided",
     "heads_lie_near",
-    "is_power_of_two",
     "refuse",
 ]
 
@@ -294,11 +293,6 @@ def compute_units(tensor: Tensor) -> int:
 def heads_lie_near(x: Tensor) -> bool:
     """Whether the offsets of all heads of ``[T, H, ...]`` fit in 32 bits, in which the kernels compute them."""
     return (x.shape[1] - 1) * x.stride(1) < 2**31
-
-
-def is_power_of_two(value: int, least: int) -> bool:
-    """Whether ``value`` is a power of two and at least ``least``."""
-    return value >= least and not value & (value - 1)
 
 
 def refuse(reason: str) -> BackendUnavailableError:

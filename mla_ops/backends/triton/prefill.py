@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_ops.backends.triton.configs import PrefillConfig, prefill_config
-from mla_ops.backends.triton.launch import Launch, arch_of, heads_lie_near, is_power_of_two, refuse
+from mla_ops.backends.triton.launch import Launch, arch_of, heads_lie_near, refuse
 from mla_ops.backends.triton.prefill_hopper import prefill_hopper_kernel
+from mla_ops.backends.widths import is_served, split_width
 
 __all__ = ["mla_prefill", "prefill_launch"]
 
@@ -36,10 +37,9 @@ def mla_prefill(
     Raises:
         BackendUnavailableError: float64, or a width that is no sum of at most two powers of two.
     """
-    wide, narrow = _split_width(q.shape[2])
     if q.dtype == torch.float64:
         raise refuse("the kernels accumulate in float32 and q is float64")
-    if not is_power_of_two(v.shape[2], 16) or not is_power_of_two(wide, 16) or (narrow and narrow < 16):
+    if split_width(q.shape[2]) is None or not is_served(v.shape[2]):
         raise refuse(
             "qk_head_dim must be a power of two or a sum of two, and v_head_dim a power of two, all at least 16, "
             f"got {q.shape[2]} and {v.shape[2]}"
@@ -54,13 +54,6 @@ def mla_prefill(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out, lse, config
     ).run()
     return out, lse
-
-
-def _split_width(width: int) -> tuple[int, int]:
-    """The largest power of two in a width, and the rest, 0 where the rest is no power of two itself."""
-    wide = 1 << (width.bit_length() - 1)
-    narrow = width - wide
-    return (wide, narrow) if not narrow & (narrow - 1) else (0, 0)
 
 
 def prefill_launch(
@@ -79,7 +72,9 @@ def prefill_launch(
 ) -> Launch:
     """The launch of a prefill into contiguous ``out`` [T, H, V] and ``lse`` [T, H] by ``config``."""
     num_requests = cu_seqlens_q.shape[0] - 1
-    wide, narrow = _split_width(q.shape[2])
+    widths = split_width(q.shape[2])
+    assert widths is not None, f"q is {q.shape[2]} wide"
+    wide, narrow = widths
     if config.kernel == "hopper" and not (num_requests and _hopper_can(q, k, v, wide, narrow)):
         config = prefill_config("*", q.dtype)
     args = {

@@ -22,6 +22,7 @@ from mla_ops.backends.triton.plan_kernels import plan_variants
 from mla_ops.backends.triton.prefill import prefill_launch
 from mla_ops.backends.triton.products import choose_linear, linear_launch
 from mla_ops.backends.triton.rows import norm_rope_write_launch, rms_norm_launch
+from mla_ops.backends.widths import split_width
 from mla_ops.config import MLAConfig
 from mla_ops.rope import attention_scaling
 from mla_ops.validation import FLOAT8_DTYPES
@@ -138,14 +139,14 @@ def _unpaged(config: MLAConfig, dtype: torch.dtype, arch: str) -> list[Launch]:
     index = _meta(2, dtype=torch.int32)
     q, lse = _meta(2, heads, config.qk_head_dim, dtype=dtype), _meta(2, heads, dtype=torch.float32)
     k, v, out = q, _meta(2, heads, width, dtype=dtype), _meta(2, heads, width, dtype=dtype)
-    row = prefill_config(arch, dtype)
-    return [
-        *(
-            prefill_launch(q, k, v, index, index, 2, 2, config.softmax_scale, causal, out, lse, row)
-            for causal in (True, False)
-        ),
-        merge_launch(out, lse, out, lse, out, lse),
+    row, merge = prefill_config(arch, dtype), merge_launch(out, lse, out, lse, out, lse)
+    if split_width(config.qk_head_dim) is None:  # another backend prefills
+        return [merge]
+    prefills = [
+        prefill_launch(q, k, v, index, index, 2, 2, config.softmax_scale, causal, out, lse, row)
+        for causal in (True, False)
     ]
+    return [*prefills, merge]
 
 
 def _around_heads(config: MLAConfig, dtype: torch.dtype, arch: str) -> list[Launch]:

@@ -82,9 +82,9 @@ def main() -> None:
             row = {"layers": cell.layers, "sizes": len(cell.sizes), "way": way, **bench.median_row(cell, way)}
             rows.append(row)
             print(_line(row), file=sys.stderr if arguments.json else sys.stdout, flush=True)
-    if arguments.json:
-        print(json.dumps({"arguments": vars(arguments), "rows": rows}, indent=2))
-    else:
+            if arguments.json:
+                print(json.dumps(row), flush=True)
+    if not arguments.json:
         _print_table(rows)
 
 
@@ -102,7 +102,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=480.0, metavar="N", help="seconds for all rows (480)")
     parser.add_argument("--repeat", type=int, default=3, metavar="N", help="of the floor and of our warm start (3)")
     parser.add_argument("--bytecode", action="store_true", help="compile the packages to bytecode before all rows")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="a JSON object for each row, on a line, as it comes")
     arguments = parser.parse_args()
     if arguments.repeat < 1:
         parser.error(f"--repeat must be at least 1, got {arguments.repeat}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -133,3 +134,18 @@ def test_packages_are_imported_from_the_bytecode_that_was_made(tmp_path: Path, m
     cached = Path(subprocess.run(command, env=where, capture_output=True, text=True, check=True).stdout.strip())
     assert cached.is_relative_to(tmp_path / "bytecode")
     assert cached.is_file()
+
+
+def test_rows_come_a_line_each_the_costliest_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(first_run, "_Bench", lambda arguments, folder: Bench(folder))
+    ways = "ours warm,torch.compile static cold,Hugging Face cold"
+    monkeypatch.setattr(sys, "argv", ["first_run", "--json", "--layers", "4,61", "--sizes", "8", "--ways", ways])
+    first_run.main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["layers"], row["way"].split()[0]) for row in rows] == [
+        *((4, "ours"), (61, "ours")),
+        *((4, "torch.compile"), (4, "Hugging"), (61, "torch.compile"), (61, "Hugging")),
+    ]
+    assert {row["seconds"] for row in rows} == {1.0}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from capture.errors import CacheError
 from capture.fingerprint import Fingerprint, environment_fields
+from capture.process import ENDINGS
 from capture.store import CacheStore, cache_root
 
 __all__ = ["SERVER_VARIABLES", "entry_of_command", "execute", "run_and_keep"]
@@ -25,7 +26,6 @@ SERVER_VARIABLES: Mapping[str, str] = {
 """Where servers keep what they compile, besides what torch, Triton and AITER keep: variable -> place in the entry."""
 
 _PATIENCE = 60.0
-_ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def entry_of_command(
@@ -77,7 +77,7 @@ def run_and_keep(store: CacheStore, command: Sequence[str], label: str, say: Cal
     environment = _prepare(store, say)
     status = _run(command, environment)
     code = _code(status)
-    if status < 0 and -status not in _ENDINGS:
+    if status < 0 and -status not in ENDINGS:
         say(f"{command[0]} was ended by signal {-status}: what it left is not entered into the cache")
         return code
     if store.place != store.directory:
@@ -109,7 +109,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
             process.send_signal(number)
 
     # Under nohup a signal is ignored, by the child too: a handler here would end that.
-    heeded = [number for number in _ENDINGS if signal.getsignal(number) != signal.SIG_IGN]
+    heeded = [number for number in ENDINGS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, forward) for number in heeded}
     try:
         process = subprocess.Popen(command, env=environment)

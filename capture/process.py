@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 __all__ = [
+    "ENDINGS",
     "await_background",
     "builds_in_process",
     "import_seconds",
@@ -22,6 +24,9 @@ __all__ = [
     "prepare",
     "read_triton_key",
 ]
+
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a process to end."""
 
 _IMPORTED = time.monotonic()
 _first_run = True

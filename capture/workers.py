@@ -25,14 +25,13 @@ from typing import NoReturn, Self
 
 from capture.guard import CompileWatch
 from capture.kernels import KernelBuildUnit, is_target, prebuilt_kernels
-from capture.process import await_background
+from capture.process import ENDINGS, await_background
 from capture.units import Unit
 
 __all__ = ["BuiltKernel", "KernelWorkers", "usable_cores"]
 
 _PATIENCE = 300.0  # seconds that one kernel may take; a fork of a process with other threads may hang
 _JOB_BYTES = 2
-_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -220,14 +219,14 @@ def usable_cores() -> int:
 
 def _fork() -> int:
     """As ``os.fork``; what ends a process ends the child at once, and runs no handler of the parent there."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
     try:
         with warnings.catch_warnings():
             # There are threads of libraries (BLAS, a device's runtime); the workers use none of those.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            for number in _ENDINGS:
+            for number in ENDINGS:
                 if callable(signal.getsignal(number)):
                     signal.signal(number, signal.SIG_DFL)
         return pid

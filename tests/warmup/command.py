@@ -1,8 +1,11 @@
-"""``mla-warmup``, called in this process."""
+"""``mla-warmup``, called in this process, and what a process that is started inherits for a signal."""
 
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,16 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     code = main(arguments)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+@contextmanager
+def handled(number: signal.Signals, action: signal.Handlers | Callable[..., object]) -> Iterator[None]:
+    """``action`` is what this process does at a signal, and what its children inherit."""
+    before = signal.signal(number, action)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:

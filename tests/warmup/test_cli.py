@@ -15,7 +15,7 @@ import torch
 
 from capture.buckets import default_batch_sizes
 from capture.report import WarmupReport
-from tests.warmup.command import REPOSITORY, run, run_json
+from tests.warmup.command import REPOSITORY, handled, run, run_json
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TOY = ("--model", "tests.warmup.toys:factory", "--device", "cpu", "--batch-sizes", "4,1")
@@ -378,8 +378,7 @@ def test_an_end_by_a_signal_is_said_in_a_line_and_leaves_nothing_behind(
     (tmp_path / "held.py").write_text(HELD)
     (tmp_path / "temporary").mkdir()
     number = signal.Signals[name]
-    before = signal.signal(number, signal.SIG_DFL)  # not ignored, as in a job in the background
-    try:
+    with handled(number, signal.SIG_DFL):  # not ignored, as in a job in the background
         process = subprocess.Popen(
             [sys.executable, "-m", "capture.cli", verb, "--model", "held:factory", "--device", "cpu", "--quiet"],
             cwd=tmp_path,
@@ -387,8 +386,6 @@ def test_an_end_by_a_signal_is_said_in_a_line_and_leaves_nothing_behind(
             stderr=subprocess.PIPE,
             text=True,
         )
-    finally:
-        signal.signal(number, before)
     with process:
         while not (tmp_path / "begun").exists():
             assert process.poll() is None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from capture.execute import entry_of_command
-from tests.warmup.command import REPOSITORY, run
+from tests.warmup.command import REPOSITORY, handled, run
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -80,8 +80,7 @@ def started(
 ) -> Iterator[subprocess.Popen[str]]:
     """``exec --keep`` of ``program``, once it said so; ``action`` is what it inherits for a signal."""
     command = [sys.executable, "-m", "capture.cli", "exec", "--device", "cpu", "--label", "server", "--keep", "--"]
-    before = signal.signal(number, action)
-    try:
+    with handled(number, action):
         server = subprocess.Popen(
             [*command, sys.executable, "-c", program],
             cwd=REPOSITORY,
@@ -90,8 +89,6 @@ def started(
             text=True,
             start_new_session=True,  # without a terminal, which would tell the server itself
         )
-    finally:
-        signal.signal(number, before)
     with server:
         assert server.stdout is not None
         assert server.stdout.readline() == said

@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from capture import CacheLockTimeout, CompileWatch, KernelBuildUnit, WarmupManager, WarmupReport, WarmupSpec
 from capture.workers import KernelWorkers, _fork
 from tests.warmup import kernel_toy
+from tests.warmup.command import handled
 
 HERE = os.getpid()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -228,14 +229,10 @@ def test_what_a_compiler_leaves_where_it_is_ended_goes_too(tmp_path: Path, monke
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_ends_a_worker_without_its_parents_handler(name: str, tmp_path: Path) -> None:
     number, log = signal.Signals[name], tmp_path / "log"
-    before = signal.signal(number, lambda *arguments: log.touch())
-    try:
-        with KernelWorkers(units(), "gfx942", 1) as workers:
-            (worker,) = workers._workers
-            os.kill(worker.pid, number)
-            wait_until(lambda: not runs(str(worker.pid)))
-            _, status = os.waitpid(worker.pid, 0)
-    finally:
-        signal.signal(number, before)
+    with handled(number, lambda *arguments: log.touch()), KernelWorkers(units(), "gfx942", 1) as workers:
+        (worker,) = workers._workers
+        os.kill(worker.pid, number)
+        wait_until(lambda: not runs(str(worker.pid)))
+        _, status = os.waitpid(worker.pid, 0)
     assert os.WTERMSIG(status) == number
     assert not log.exists()

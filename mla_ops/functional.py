@@ -153,8 +153,9 @@ def mla_prefill(
     Raises:
         ValueError, TypeError: as in :func:`mla_decode`.
     """
-    widths = (q.shape[-1], v.shape[-1]) if q.dim() and v.dim() else None
-    backend = resolve(backend, q, op="prefill", widths=widths)
+    if backend == "auto":
+        widths = (q.shape[-1], v.shape[-1]) if q.dim() and v.dim() else None
+        backend = resolve("auto", q, op="prefill", widths=widths)
     return AttentionOutput(
         *_ops.mla_prefill(
             *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),

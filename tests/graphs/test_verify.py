@@ -102,6 +102,62 @@ def test_correct_step_with_an_fp8_cache_and_a_counter_passes() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("scale", [1, 20, 100, 10_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_pads_that_write_zeros_are_found_beside_large_values(dtype: torch.dtype, scale: int, device: str) -> None:
+    cache = torch.zeros(SLOTS, WIDTH, dtype=dtype, device=device)
+
+    def step(x: Tensor, slots: Tensor) -> Tensor:
+        write_rows(cache, x * scale, slots.clamp_min(0))
+        return x + 1
+
+    runner = runner_of(
+        step,
+        example_inputs=example(8, device, dtype),
+        state={"cache": cache},
+        pad_values={"slots": -1, "x": 0},
+    )
+    with pytest.raises(VerificationError, match=r"state 'cache' differs .* was changed by the replay only"):
+        runner.capture()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["full", "again"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_value_that_was_there_by_chance_and_is_missed_by_rounding_is_no_difference(device: str, again: bool) -> None:
+    width = 8192  # 16 bits hit an old value about once in 500
+    cache = torch.zeros(SLOTS, width, dtype=torch.bfloat16, device=device)
+    runs: list[int] = []
+
+    def step(x: Tensor, slots: Tensor) -> Tensor:
+        runs.append(len(x))
+        noise = (len(x) + (len(runs) if again else 0)) % 5 * 2**-10  # as of a kernel chosen by the number of rows
+        write_rows(cache, x.float().mul(1.1 + noise).bfloat16(), slots)
+        return x + 1
+
+    inputs = {"x": torch.randn(8, width, device=device).bfloat16(), "slots": torch.arange(8, device=device)}
+    runner = runner_of(step, (8,), example_inputs=inputs, state={"cache": cache})
+    runner.capture(verify=False)
+    del runs[:]
+    report = verify(runner, trials=4, again=again)
+    assert report.failures == ()
+    assert len(runs) > (1 if again else 2) * len(report.buckets[0].fillings)  # more than all trials: some were in doubt
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["full", "again"])
+def test_a_nan_that_eager_gives_too_is_found(again: bool) -> None:
+    runner = runner_of(lambda x, slots: x.where(x > 0, torch.nan))
+    runner.capture(verify=False)
+    assert any("NaN" in line for line in verify(runner, again=again).failures)
+
+
+def test_a_nan_that_eager_writes_into_the_state_too_is_found() -> None:
+    step = ToyStep()
+    runner = runner_of(lambda x, slots: (step.write(x.log(), slots), x + 1)[1], state={"cache": step.cache})
+    runner.capture(verify=False)
+    assert any("state 'cache' was written with NaN" in line for line in verify(runner).failures)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_state_is_restored_bit_by_bit(device: str, dtype: torch.dtype) -> None:
     with torch.device(device):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from capture.errors import CacheCorruptError
 from capture.fingerprint import JSON
@@ -32,12 +33,17 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """One unit that was built: how long it took, and the files (relative paths) that came of it."""
+    """One unit that was built: how long it took, and the files (relative paths) that came of it.
+
+    Attributes:
+        proved: of a proof, the batch sizes whose graphs were proved in full.
+    """
 
     kind: str
     seconds: float
     bytes: int
     files: tuple[str, ...]
+    proved: tuple[int, ...] = ()
 
 
 @dataclass
@@ -53,7 +59,7 @@ class Manifest:
         body = {
             "schema": _SCHEMA,
             "fingerprint": self.fields,
-            "units": {key: asdict(unit) for key, unit in self.units.items()},
+            "units": {key: _render_unit(unit) for key, unit in self.units.items()},
             "files": {path: asdict(record) for path, record in self.files.items()},
         }
         return _dump({**body, "sha256": hashlib.sha256(_dump(body)).hexdigest()})
@@ -67,7 +73,7 @@ class Manifest:
         """
         try:
             raw = json.loads(data)
-            units = {key: UnitRecord(**{**unit, "files": tuple(unit["files"])}) for key, unit in raw["units"].items()}
+            units = {key: _parse_unit(unit) for key, unit in raw["units"].items()}
             files = {path: FileRecord(**record) for path, record in raw["files"].items()}
             manifest = cls(raw["fingerprint"], units, files)
             _check_paths(files)
@@ -112,6 +118,18 @@ def fsync_directories(directories: Iterable[Path]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _render_unit(unit: UnitRecord) -> dict[str, Any]:
+    raw = asdict(unit)
+    if not unit.proved:
+        del raw["proved"]  # so that what has no proof is, byte for byte, as it was before there was this field
+    return raw
+
+
+def _parse_unit(raw: Mapping[str, Any]) -> UnitRecord:
+    sizes = tuple(map(int, raw.get("proved", ())))
+    return UnitRecord(**{**raw, "files": tuple(raw["files"]), "proved": sizes})
 
 
 def _check_paths(paths: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,7 @@ class Run:
         self._rows: dict[str, UnitRow] = {}
         self._buckets: dict[tuple[str, int], BucketRow] = {}
         self._cold = False
+        self._proofs = [unit.key for unit in plan.spec.units if isinstance(unit, VerifyUnit) and not unit.persistent]
 
     def execute(self) -> None:
         units = self._spec.ordered()
@@ -91,9 +92,11 @@ class Run:
                 if not _has(check, persistent):
                     check = self._build(persistent, resources)
             self._run_units(persistent, resources, check)
+            if any(row.state == "built" for row in self._rows.values()):
+                check = self._store.check()  # which has no proof any more
             transient = [unit for unit in units if not unit.persistent]
             self._run_units(transient, resources, check)
-            self._record_successes(transient, check)
+            self._record_outcomes(transient, check)
 
     def _open(self) -> CacheCheck:
         """Check the cache, set damage aside before anything can load it, point the compilers at the cache."""
@@ -174,7 +177,7 @@ class Run:
         delivered = None if known else self._delivered(unit)
         start = time.monotonic()
         with CompileWatch() as watch, _offered(delivered):
-            make = unit.load if known and not self._must_prove(unit) else unit.build
+            make = unit.load if known and not self._must_prove(unit, check) else unit.build
             reason, origin = self._attempt(make, resources)
             if reason and known and unit.persistent:
                 known = False
@@ -208,11 +211,21 @@ class Run:
             self._compiled_by_workers += built.compiled
         return built
 
-    def _must_prove(self, unit: Unit) -> bool:
-        """Whether a proof on record does not count: as asked for, or because this process made something anew."""
+    def _must_prove(self, unit: Unit, check: CacheCheck) -> bool:
+        """Whether a proof on record does not count.
+
+        It was asked for again, this process made something anew, or captured a batch size that was never proved.
+        """
         return isinstance(unit, VerifyUnit) and (
-            self._prove_again or any(row.state != "hit" for row in self._rows.values())
+            self._prove_again
+            or any(row.state != "hit" for row in self._rows.values())
+            or any(size not in check.manifest.units[unit.key].proved for size in self._sizes(unit))
         )
+
+    def _sizes(self, unit: VerifyUnit, *, verified: bool = False) -> set[int]:
+        """The batch sizes that this process captured for ``unit``, or of them those that it verified."""
+        buckets = (bucket for (runner, _), bucket in self._buckets.items() if runner == unit.graphs)
+        return {bucket.batch_size for bucket in buckets if bucket.verified or not verified}
 
     def _attempt(self, make: Callable[[Any], UnitResult | None], resources: Any) -> tuple[str, str]:
         """Call ``make``; why it failed, or "", and where its files came from."""
@@ -244,22 +257,38 @@ class Run:
                 if row.state == "failed":
                     self._set_aside(self._store.set_aside_strays())
                     return row
-                return replace(row, bytes=self._store.record(unit.key, unit.kind, row.seconds).bytes)
+                record = self._store.record(unit.key, unit.kind, row.seconds, void=self._proofs)
+                return replace(row, bytes=record.bytes)
         except (CacheError, OSError) as error:
             self._notes.append(f"{unit.key} could not be entered into the cache: {error}")
             return row
 
-    def _record_successes(self, units: Sequence[Unit], check: CacheCheck) -> None:
-        """Enter that units without files succeeded. It only serves later reports: not worth a wait."""
-        rows = [self._rows[unit.key] for unit in units if unit.key not in check.intact]
-        if not any(row.state == "built" for row in rows):
+    def _record_outcomes(self, units: Sequence[Unit], check: CacheCheck) -> None:
+        """Enter which units without files succeeded, and take the record of those away that failed.
+
+        A success only shortens later starts, so it is not worth a wait. A failure is: with the record of an earlier
+        success the next start would not look closely.
+        """
+        failed = {unit.key for unit in units if self._rows[unit.key].state == "failed"}
+        proved: dict[str, set[int]] = {}
+        for unit in units:
+            sizes = self._sizes(unit, verified=True) if isinstance(unit, VerifyUnit) else set()
+            if unit.key in check.intact:
+                sizes.difference_update(check.manifest.units[unit.key].proved)
+            if self._rows[unit.key].state in ("built", "hit") and (sizes or unit.key not in check.intact):
+                proved[unit.key] = sizes
+        if not failed and not proved:
             return
-        with suppress(CacheError, OSError):
+        patience = self._lock_timeout if failed & check.intact else _RECORD_PATIENCE
+        try:
             self._store.prepare()
-            with self._store.hold(_RECORD_PATIENCE, self._beat.say):
-                for row in rows:
-                    if row.state == "built":
-                        self._store.record(row.key, row.kind, row.seconds, adopt=False)
+            with self._store.hold(patience, self._beat.say):
+                self._store.forget(failed)
+                for key, sizes in proved.items():
+                    row = self._rows[key]
+                    self._store.record(key, row.kind, row.seconds, adopt=False, proved=sizes)
+        except (CacheError, OSError) as error:
+            self._notes += [f"{key} failed, but stays on record: {error}" for key in sorted(failed & check.intact)]
 
     def _row(self, unit: Unit, state: str, begun: float, size: int = 0, reason: str = "") -> UnitRow:
         seconds, start = time.monotonic() - begun, begun - self._origin

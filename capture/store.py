@@ -214,9 +214,32 @@ class CacheStore:
         """Set aside the files that no manifest lists (a build failed); under the lock."""
         return self._set_aside(dict.fromkeys(self._strays(self._read()), "was left by a build that failed"))
 
-    def record(self, key: str, kind: str, seconds: float, *, adopt: bool = True) -> UnitRecord:
-        """Enter unit ``key``; under the lock. With ``adopt`` it owns every file that is new or changed."""
+    def forget(self, keys: Iterable[str]) -> None:
+        """Take the records of units without files away, where there are any; under the lock."""
         manifest = self._read()
+        if known := manifest.units.keys() & set(keys):
+            manifest.drop(known)
+            self._write(manifest)
+
+    def record(
+        self,
+        key: str,
+        kind: str,
+        seconds: float,
+        *,
+        adopt: bool = True,
+        proved: Iterable[int] = (),
+        void: Iterable[str] = (),
+    ) -> UnitRecord:
+        """Enter unit ``key``; under the lock.
+
+        Args:
+            adopt: it owns every file that is new or changed.
+            proved: batch sizes, beside those on record; see :class:`UnitRecord`.
+            void: keys of units without files that it makes worthless: their records go.
+        """
+        manifest = self._read()
+        manifest.drop(void)
         changed = [path for path, status in self._scan() if adopt and self._is_new(path, status, manifest)]
         records = {path: record for path in changed if (record := self._measure(path))}
         manifest.files.update(records)
@@ -227,7 +250,8 @@ class CacheStore:
             del manifest.files[path]  # its program removed it
         files = tuple(sorted({*records, *kept}))
         size = sum(manifest.files[path].size for path in files)
-        manifest.units[key] = UnitRecord(kind, round(seconds, 6), size, files)
+        sizes = tuple(sorted({*proved, *(before.proved if before else ())}))
+        manifest.units[key] = UnitRecord(kind, round(seconds, 6), size, files, sizes)
         self._write(manifest)
         return manifest.units[key]
 

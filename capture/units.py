@@ -163,8 +163,9 @@ class GraphCaptureUnit(Unit):
 class VerifyUnit(Unit):
     """Proof of every graph of a captured runner against eager.
 
-    Where the cache has it on record, the same step was proved on such a device under the same fingerprint: a load only
-    compares each graph with eager at its own shape, on one input (``verify(again=True)``).
+    Where the cache has it on record for each batch size, the same step was proved on such a device under the same
+    fingerprint: a load only compares each graph with eager at its own shape, on one input (``verify(again=True)``). A
+    proof that fails is on record no more.
 
     Attributes:
         graphs: key of the :class:`GraphCaptureUnit` that captured it.

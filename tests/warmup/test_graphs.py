@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from capture import GraphCaptureUnit, GraphRunner, VerifyUnit, WarmupManager, WarmupReport
-from tests.warmup.toys import kernels, toy_spec
+from capture import CacheStore, GraphCaptureUnit, GraphRunner, Unit, VerifyUnit, WarmupManager, WarmupReport
+from tests.warmup.toys import CallUnit, kernels, toy_spec
 
 GRAPHS = GraphCaptureUnit(key="graphs", runner=lambda runner: runner)
 PROOF = VerifyUnit(key="proof", graphs="graphs", runner=lambda runner: runner)
@@ -24,13 +24,15 @@ def frozen(x: torch.Tensor) -> torch.Tensor:
     return x * random.random()  # a host value: another one in every call
 
 
-def warm_up(cache: Path, step: object, *, prove_again: bool = False) -> WarmupReport:
+def warm_up(
+    cache: Path, step: object, *units: Unit, batch_sizes: tuple[int, ...] = (1, 4), prove_again: bool = False
+) -> WarmupReport:
     def setup() -> GraphRunner:
-        inputs = {"x": torch.randn(4, 3)}
-        return GraphRunner(step, batch_sizes=(1, 4), example_inputs=inputs, batch_dims={"x": 0})
+        inputs = {"x": torch.randn(batch_sizes[-1], 3)}
+        return GraphRunner(step, batch_sizes=batch_sizes, example_inputs=inputs, batch_dims={"x": 0})
 
     manager = WarmupManager(cache)
-    spec = replace(toy_spec(*kernels(1), GRAPHS, PROOF), setup=setup)
+    spec = replace(toy_spec(*kernels(1), GRAPHS, PROOF, *units), setup=setup)
     return manager.run(manager.plan(spec), progress=False, prove_again=prove_again)
 
 
@@ -61,6 +63,48 @@ def test_a_proof_on_record_does_not_count_if_a_kernel_is_built_anew(cache: Path)
     warm_up(cache, right)
     next(cache.glob("*/triton/*/kernel.bin")).unlink()
     assert fewest_inputs(warm_up(cache, right)) == 3
+
+
+@pytest.mark.parametrize("prove_again", [True, False], ids=["full", "short"])
+def test_a_proof_that_fails_takes_the_one_on_record_away(prove_again: bool, cache: Path) -> None:
+    warm_up(cache, right)
+    warm_up(cache, frozen, prove_again=prove_again)
+    assert fewest_inputs(warm_up(cache, right)) == 3
+    assert fewest_inputs(warm_up(cache, right)) == 1
+
+
+def test_a_failed_proof_that_stays_on_record_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(store: CacheStore, keys: object) -> None:
+        raise OSError("No space left on device")
+
+    warm_up(cache, right)
+    monkeypatch.setattr(CacheStore, "forget", full)
+    assert warm_up(cache, frozen).notes == ("proof failed, but stays on record: No space left on device",)
+
+
+def test_a_kernel_that_is_built_anew_takes_the_proof_away_before_the_next_proof_ends(cache: Path) -> None:
+    """What is killed between the two leaves a whole cache."""
+
+    def killed() -> None:
+        raise KeyboardInterrupt
+
+    warm_up(cache, right)
+    next(cache.glob("*/triton/*/kernel.bin")).unlink()
+    with pytest.raises(KeyboardInterrupt):
+        warm_up(cache, right, CallUnit(key="killed", call=killed))
+    assert fewest_inputs(warm_up(cache, right)) == 3
+
+
+def test_a_batch_size_that_was_never_proved_is_proved_in_full(cache: Path) -> None:
+    warm_up(cache, right)
+    assert fewest_inputs(warm_up(cache, right, batch_sizes=(1, 4, 6))) == 3
+    assert fewest_inputs(warm_up(cache, right, batch_sizes=(1, 4, 6))) == 1
+
+
+def test_batch_sizes_that_were_proved_stay_so_beside_others(cache: Path) -> None:
+    warm_up(cache, right, batch_sizes=(1, 4))
+    warm_up(cache, right, batch_sizes=(2, 6))
+    assert fewest_inputs(warm_up(cache, right, batch_sizes=(1, 6))) == 1
 
 
 def test_a_graph_that_goes_wrong_later_is_found_by_the_short_proof(cache: Path) -> None:

@@ -222,15 +222,17 @@ def _download(url: str, path: Path, expected: str, max_bytes: int) -> int:
 
 
 def _upload(file: IO[bytes], url: str) -> None:
-    """A local file is replaced at once; other file systems have their own ways."""
-    local = _local_path(url)
-    part = None if local is None else local.with_name(f".{local.name}.{os.getpid()}.tmp")
+    """A local file is replaced at once; a device or a pipe is written to; other file systems have their own ways."""
+    part: Path | None = None
     try:
+        local = _local_path(url)
+        replaced = None if local is None or _is_special(local) else Path(os.path.realpath(local))
+        part = None if replaced is None else replaced.with_name(f".{replaced.name}.{os.getpid()}.tmp")
         with _open(url, "wb") if part is None else open(part, "wb") as target:
             shutil.copyfileobj(file, target, _CHUNK)
             target.flush()
-        if local is not None and part is not None:
-            os.replace(part, local)
+        if replaced is not None and part is not None:
+            os.replace(part, replaced)
     except (OSError, ValueError, ImportError, NotImplementedError) as error:
         if part is not None:
             part.unlink(missing_ok=True)
@@ -238,14 +240,21 @@ def _upload(file: IO[bytes], url: str) -> None:
         raise BundleError(f"{url} cannot be written ({type(error).__name__}: {reason})") from error
 
 
+def _is_special(path: Path) -> bool:
+    """Whether ``path`` is, or leads to, something that a new file must not take the place of."""
+    return path.exists() and not path.is_file()
+
+
 def _local_path(url: str) -> Path | None:
     scheme, separator, rest = url.partition("://")
     if not separator:
-        return Path(url).absolute()
+        return Path(os.path.expanduser(url)).absolute()
     return Path(rest) if scheme in ("file", "local") else None
 
 
 def _open(url: str, mode: str) -> Any:
+    if (local := _local_path(url)) is not None:
+        return open(local, mode)
     import fsspec
 
     return fsspec.open(url, mode)

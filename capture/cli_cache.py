@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from capture.cli_support import UsageError, check_device, find_entry, make_plan, print_json
@@ -110,13 +113,21 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _packed(bundle: Bundle, arguments: argparse.Namespace) -> int:
+    out = sys.stderr if _is_stdout(bundle.url) else sys.stdout
     if arguments.json:
-        print_json(_row(bundle))
+        print(json.dumps(_row(bundle), indent=2), file=out)
     else:
-        print(bundle.digest)
+        print(bundle.digest, file=out)
         units = "1 unit" if len(bundle.units) == 1 else f"{len(bundle.units)} units"
         print(f"{bundle.url}: {units}, {bundle.bytes} bytes; unpack with the digest", file=sys.stderr)
     return _DONE
+
+
+def _is_stdout(url: str) -> bool:
+    """Whether the bundle went there, such as to ``/dev/stdout``: more would damage it."""
+    with suppress(OSError, ValueError):
+        return os.path.samestat(os.stat(url), os.fstat(1))
+    return False
 
 
 def _unpacked(bundle: Bundle, arguments: argparse.Namespace) -> int:

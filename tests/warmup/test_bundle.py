@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import pickle
 import stat
 import tarfile
+import threading
 import uuid
 from pathlib import Path
 
@@ -103,6 +105,47 @@ def test_a_folder_url_holds_one_bundle_for_each_fingerprint(
     assert pushed.url == bundle_name(base, entry(cache).name)
     pull(base, entry(cache).name, digest=pushed.digest, cache_dir=other, device="cpu")
     assert states(warm_up(other)) == ["hit", "hit"]
+
+
+def test_a_link_stays_and_the_file_that_it_leads_to_is_replaced(cache: Path, tmp_path: Path) -> None:
+    warm_up(cache)
+    (tmp_path / "volume").mkdir()
+    link, file = tmp_path / "bundle.tar.zst", tmp_path / "volume/bundle.tar.zst"
+    link.symlink_to(file)
+    bundle = pack(entry(cache), str(link))
+    assert link.is_symlink()
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == bundle.digest.removeprefix("sha256:")
+
+
+def test_a_pipe_is_written_to_and_stays(cache: Path, tmp_path: Path) -> None:
+    warm_up(cache)
+    pipe, read = tmp_path / "pipe", list[bytes]()
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    bundle = pack(entry(cache), str(pipe))
+    stayed = pipe.is_fifo()
+    pipe.unlink()
+    reader.join(30)
+    assert stayed
+    assert hashlib.sha256(read[0]).hexdigest() == bundle.digest.removeprefix("sha256:")
+
+
+def test_a_device_is_written_to_and_stays(cache: Path, tmp_path: Path) -> None:
+    warm_up(cache)
+    link = tmp_path / "null"
+    link.symlink_to("/dev/null")  # in a folder of the test: where /dev/null itself went, a failure would do harm
+    pack(entry(cache), str(link))
+    assert link.is_char_device()
+
+
+def test_a_file_name_with_two_colons_is_no_chain_of_file_systems(
+    cache: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_up(cache)
+    monkeypatch.chdir(tmp_path)
+    bundle = pack(entry(cache), "a::b.tar.zst")
+    assert unpack("a::b.tar.zst", digest=bundle.digest, cache_dir=other, device="cpu").taken
 
 
 def test_a_wrong_digest_is_refused_before_anything_is_opened(

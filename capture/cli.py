@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from capture import cli_cache, cli_run
@@ -28,6 +28,7 @@ from capture.cli_support import (
     positive,
     print_json,
     print_rich,
+    printing_to_stderr,
     show_plan,
     size,
     write_json,
@@ -242,7 +243,7 @@ def _run(manager: WarmupManager, plan: WarmupPlan, arguments: argparse.Namespace
         mode_from_environment()
     except ValueError as error:
         raise UsageError(str(error)) from None
-    with redirect_stdout(sys.stderr):  # what units print is no data
+    with printing_to_stderr():
         report = manager.run(plan, progress=not arguments.quiet, prove_again=prove_again)
     if arguments.json:
         print_json(report.to_json())

@@ -7,10 +7,11 @@ import json
 import os
 import re
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,6 +33,7 @@ __all__ = [
     "positive",
     "print_json",
     "print_rich",
+    "printing_to_stderr",
     "show_plan",
     "size",
     "write_json",
@@ -91,9 +93,45 @@ def make_plan(arguments: argparse.Namespace) -> tuple[WarmupManager, WarmupPlan]
     if arguments.target is None:
         prepare(arguments.device or ("cuda" if any(map(os.path.exists, _GPU_NODES)) else "cpu"))
     manager = WarmupManager(arguments.cache_dir, workers=getattr(arguments, "workers", None))
-    with redirect_stdout(sys.stderr):  # what the model prints is no data
+    with printing_to_stderr():
         spec = _spec(arguments.model, _options(arguments))
     return manager, manager.plan(spec)
+
+
+@contextmanager
+def printing_to_stderr() -> Iterator[None]:
+    """Send to stderr what a model or its units print on stdout, and what compilers print that they start."""
+    stdout = sys.stdout
+    with redirect_stdout(sys.stderr), _descriptor_of_stderr(stdout):
+        yield
+
+
+@contextmanager
+def _descriptor_of_stderr(stdout: TextIO | None) -> Iterator[None]:
+    """Descriptor 1 is that of stderr; ``stdout`` is what writes there otherwise."""
+    try:
+        saved = os.dup(1)
+    except OSError:  # closed: there is no stdout
+        yield
+        return
+    try:
+        _flush(stdout)
+        with suppress(OSError):
+            os.dup2(2, 1)
+        yield
+    finally:
+        _flush(stdout)  # of who printed by way of sys.__stdout__
+        import ctypes
+
+        ctypes.CDLL(None).fflush(None)  # what C code printed would else come out at the end of the process
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def _flush(stdout: TextIO | None) -> None:
+    if stdout is not None:
+        with suppress(OSError, ValueError):
+            stdout.flush()
 
 
 def _options(arguments: argparse.Namespace) -> BuildOptions:

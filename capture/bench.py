@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Benchmark", "measure_starts"]
 
+_PATIENCE = 10.0  # a start that is inside of a compiler heeds a signal only afterwards
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -74,10 +76,19 @@ def measure_starts(arguments: Sequence[str], repeat: int, say: Callable[[str], N
 
 def _start(arguments: Sequence[str], place: Path, title: str, say: Callable[[str], None]) -> WarmupReport:
     command = [sys.executable, "-m", "capture.cli", "build", *arguments, "--json", "--quiet", "--cache-dir", str(place)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CaptureError(f"{title} failed with status {done.returncode}: {done.stderr.strip()[-2000:]}")
-    report = WarmupReport.from_json(json.loads(done.stdout))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            output, errors = process.communicate()
+        except BaseException:  # asked to end: so is the start, whose workers and temporary files must go with it
+            process.terminate()
+            try:
+                process.communicate(timeout=_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+    if process.returncode:
+        raise CaptureError(f"{title} failed with status {process.returncode}: {errors.strip()[-2000:]}")
+    report = WarmupReport.from_json(json.loads(output))
     say(f"{title}: {report.seconds:.2f} s, compilations: {report.compiled}")
     return report
 

@@ -356,12 +356,13 @@ def test_what_the_encoding_of_stdout_lacks_is_escaped(tmp_path: Path) -> None:
 
 
 HELD = """
-import pathlib, time
+import pathlib, tempfile, time
 from tests.warmup.toys import CallUnit, toy_spec
 
 def hold():
-    pathlib.Path("begun").touch()
-    time.sleep(60)
+    with tempfile.TemporaryDirectory():
+        pathlib.Path("begun").touch()
+        time.sleep(60)
 
 def factory(options):
     return toy_spec(CallUnit(key="held", call=hold, phase="kernels", persistent=True))

@@ -38,7 +38,7 @@ def entries(root: Path) -> list[CachedEntry]:
     """The directories of a cache, the most lately built first."""
     if not root.is_dir():
         return []
-    return _matching(root, _ENTRY)
+    return [entry for entry in _matching(root, _ENTRY) if entry.path.is_dir()]
 
 
 def clean(
@@ -50,6 +50,8 @@ def clean(
     dry_run: bool = False,
 ) -> list[CachedEntry]:
     """Remove entries of a cache, and what killed processes left of them. One that a process is building stays.
+
+    Of an entry that is a link the link is removed.
 
     Args:
         older_than: remove what was built more than so many seconds ago.
@@ -80,7 +82,7 @@ def clean(
 def _matching(root: Path, pattern: str) -> list[CachedEntry]:
     found = []
     for path in root.iterdir():
-        if re.fullmatch(pattern, path.name) and path.is_dir():
+        if re.fullmatch(pattern, path.name) and (path.is_dir() or path.is_symlink()):
             with suppress(FileNotFoundError):  # another process removes it
                 found.append(_entry(path))
     return sorted(found, key=lambda entry: (entry.age, entry.path))
@@ -91,6 +93,11 @@ def _remove(root: Path, path: Path) -> bool:
     name = left[1] if left else path.name
     try:
         with BuildLock(root / f"{name}.lock").hold(0.0, lambda line: None):
+            if not os.path.lexists(path):  # another clean was here before
+                return False
+            if path.is_symlink():  # what it leads to is not the cache's
+                path.unlink()
+                return True
             # Renamed first: a removal that is interrupted must not leave half of an entry behind.
             doomed = path if left else path.rename(root / f"removed-{name}-{time.time_ns()}")
             shutil.rmtree(doomed)
@@ -108,5 +115,5 @@ def _entry(path: Path) -> CachedEntry:
             with suppress(FileNotFoundError):  # a compiler's temporary file
                 size += os.lstat(os.path.join(parent, name)).st_size
     manifest = path / "manifest.json"
-    built = (manifest if manifest.exists() else path).stat().st_mtime
+    built = (manifest if manifest.exists() else path).lstat().st_mtime  # also of a link that leads nowhere
     return CachedEntry(path, size, time.time() - built)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from capture import CacheStore, WarmupManager, WarmupSpec
-from capture.janitor import clean, entries
+from capture import CacheStore, WarmupManager, WarmupSpec, janitor
+from capture.janitor import CachedEntry, clean, entries
 from tests.warmup.toys import FileUnit, kernels, toy_spec
 
 SPEC = toy_spec(*kernels(2))
@@ -72,6 +72,34 @@ def test_clean_leaves_what_is_being_built(cache: Path, three: list[Path]) -> Non
     with store.hold(0.0, print):
         assert {entry.path for entry in clean(cache, all=True)} == set(three[1:])
     assert three[0].exists()
+
+
+def test_what_another_clean_removed_meanwhile_is_left_out(
+    cache: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matching = janitor._matching
+
+    def listed_and_then_removed(root: Path, pattern: str) -> list[CachedEntry]:
+        found = matching(root, pattern)
+        monkeypatch.undo()
+        clean(root, older_than=2.5 * 86400)
+        return found
+
+    monkeypatch.setattr(janitor, "_matching", listed_and_then_removed)
+    assert {entry.path for entry in clean(cache, all=True)} == set(three[1:])
+
+
+@pytest.mark.parametrize("name", ["0" * 20, f"removed-{'0' * 20}-4711"], ids=["entry", "left by a killed clean"])
+@pytest.mark.parametrize("there", [True, False], ids=["whole", "dangling"])
+def test_of_a_linked_entry_the_link_is_removed(name: str, there: bool, cache: Path, tmp_path: Path) -> None:
+    warm_up(cache, SPEC)
+    link, target = cache / name, tmp_path / "elsewhere"
+    if there:
+        target.mkdir()
+    link.symlink_to(target)
+    assert link in {entry.path for entry in clean(cache, all=True)}
+    assert not os.path.lexists(link)
+    assert target.exists() == there
 
 
 def test_a_clock_that_went_back_makes_nothing_old(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import traceback as traceback_module
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
@@ -72,26 +75,44 @@ class _Attachment:
     def __init__(self, sources: Iterable[_Source], report: Callable[[CompileEvent], None]) -> None:
         self._report = report
         self._detach: list[Callable[[], None]] = []
-        self._finder: _AfterImport | None = None
-        later: dict[str, list[Attach]] = {}
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        groups: dict[str, list[Attach]] = {}
         for source in sources:
-            if source.module in sys.modules:
-                self._attach(source.attach)
-            else:
-                later.setdefault(source.module, []).append(source.attach)
-        if later:
-            self._finder = _AfterImport({module: self._attach_all(group) for module, group in later.items()})
-            sys.meta_path.insert(0, self._finder)
+            groups.setdefault(source.module, []).append(source.attach)
+        self._finder = _AfterImport({module: self._attach_all(group) for module, group in groups.items()})
+        sys.meta_path.insert(0, self._finder)  # before the look at sys.modules: an import may begin at any moment
+        try:
+            for module in groups:
+                if _is_imported(module):
+                    self._finder.run(module)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        if self._finder is not None:
-            sys.meta_path.remove(self._finder)
-            self._finder = None
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+        sys.meta_path.remove(self._finder)
         while self._detach:
             self._detach.pop()()
 
     def _attach(self, attach: Attach) -> None:
-        self._detach.append(attach(self._report))
+        if self._closed.is_set():  # a module that was found before may be executed later
+            return
+        # Not under the lock: it may import, and so wait for a thread whose import waits for the lock.
+        detach = attach(self._tell)
+        with self._lock:
+            if not self._closed.is_set():
+                self._detach.append(detach)
+                return
+        detach()
+
+    def _tell(self, event: CompileEvent) -> None:
+        if not self._closed.is_set():
+            self._report(event)
 
     def _attach_all(self, group: Sequence[Attach]) -> Callable[[], None]:
         def run() -> None:
@@ -99,6 +120,14 @@ class _Attachment:
                 self._attach(attach)
 
         return run
+
+
+def _is_imported(module: str) -> bool:
+    """Waits for another thread that is importing it: until then it lacks what there is to attach to."""
+    if getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False):
+        with suppress(Exception):  # the import fails, which is that thread's affair
+            import_module(module)
+    return module in sys.modules
 
 
 class CompileWatch:
@@ -279,13 +308,13 @@ class _AfterImport(MetaPathFinder):
             for finder in list(sys.meta_path):
                 spec = None if finder is self else finder.find_spec(fullname, path, target)
                 if spec is not None and spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, lambda: self._run(fullname))
+                    spec.loader = _Loader(spec.loader, lambda: self.run(fullname))
                     return spec
         finally:
             self._finding.discard(fullname)
         return None
 
-    def _run(self, fullname: str) -> None:
+    def run(self, fullname: str) -> None:
         action = self._actions.pop(fullname, None)
         if action is not None:
             action()

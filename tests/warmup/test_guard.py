@@ -5,6 +5,7 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,75 @@ def test_nested_watches_both_hear_of_a_module_imported_late(sources: None, late_
         assert not attached
         importlib.import_module(late_module)
     assert (len(attached), outer.compiled, inner.compiled) == (2, 1, 1)
+
+
+def test_what_is_executed_after_the_watch_is_not_attached(sources: None, late_module: str) -> None:
+    register_build_source("late", late_module, lambda report: pytest.fail("attached"))
+    with CompileWatch():
+        spec = importlib.util.find_spec(late_module)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_an_attachment_that_ends_after_the_watch_is_undone(sources: None, late_module: str) -> None:
+    undone: list[str] = []
+    watch = CompileWatch()
+
+    def attach(report: Callable[[CompileEvent], None]) -> Callable[[], None]:
+        watch.__exit__(None, None, None)  # as by another thread
+        report(CompileEvent("late", "a build", 1.0, False))
+        return lambda: undone.append(late_module)
+
+    register_build_source("late", late_module, attach)
+    watch.__enter__()
+    importlib.import_module(late_module)
+    assert (undone, watch.events) == ([late_module], [])
+
+
+def test_a_watch_waits_for_a_thread_that_is_importing_what_it_watches(
+    sources: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = SimpleNamespace(begun=threading.Event(), go_on=threading.Event())
+    monkeypatch.setitem(sys.modules, "import_gate", gate)
+    (tmp_path / "half_there.py").write_text(
+        "import import_gate\nimport_gate.begun.set()\nimport_gate.go_on.wait(30)\nhooks = []\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def attach(report: Callable[[CompileEvent], None]) -> Callable[[], None]:
+        return sys.modules["half_there"].hooks.clear  # type: ignore[no-any-return]
+
+    register_build_source("half", "half_there", attach)
+    importing = threading.Thread(target=importlib.import_module, args=("half_there",))
+    importing.start()
+    try:
+        assert gate.begun.wait(30)
+        threading.Timer(0.05, gate.go_on.set).start()
+        with CompileWatch():
+            assert hasattr(sys.modules["half_there"], "hooks")
+    finally:
+        gate.go_on.set()
+        importing.join(30)
+        sys.modules.pop("half_there", None)
+
+
+def test_a_watch_that_cannot_attach_leaves_nothing_attached(sources: None) -> None:
+    attached: list[str] = []
+
+    def attach(report: Callable[[CompileEvent], None]) -> Callable[[], None]:
+        attached.append("first")
+        return attached.clear
+
+    def broken(report: Callable[[CompileEvent], None]) -> Callable[[], None]:
+        raise AttributeError("hooks")
+
+    register_build_source("first", "sys", attach)
+    register_build_source("second", "os", broken)
+    path_before = list(sys.meta_path)
+    with pytest.raises(AttributeError, match="hooks"), CompileWatch():
+        pass
+    assert (attached, sys.meta_path) == ([], path_before)
 
 
 def test_a_module_that_is_never_imported_costs_nothing(sources: None, late_module: str) -> None:

@@ -11,10 +11,8 @@ import io
 import os
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from capture import cli_cache, cli_run
@@ -33,6 +31,7 @@ from capture.cli_support import (
     size,
     write_json,
 )
+from capture.endings import Ended, orderly_ends
 from capture.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -41,13 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _DONE, _FAILED, _USAGE, _ENDED = 0, 1, 2, 128
-
-
-class _Ended(BaseException):
-    """A signal asked the process to end."""
-
-    def __init__(self, number: int) -> None:
-        self.signal = signal.Signals(number)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.program and command is not cli_run.run_program:
             raise UsageError("only `exec` takes a command after --")
-        with _orderly_ends():
+        with orderly_ends():
             return command(arguments)
     except UsageError as error:
         print(f"mla-warmup: {error}", file=sys.stderr)
@@ -87,35 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("mla-warmup: interrupted", file=sys.stderr)
         return _ENDED + signal.SIGINT
-    except _Ended as ended:
-        print(f"mla-warmup: ended by {ended.signal.name}", file=sys.stderr)
+    except Ended as ended:
+        said = "interrupted" if ended.signal == signal.SIGINT else f"ended by {ended.signal.name}"
+        print(f"mla-warmup: {said}", file=sys.stderr)
         return _ENDED + ended.signal
     except Exception:  # a bug, ours or of the user's factory, keeps its traceback
         traceback.print_exc()
         return _FAILED
-
-
-@contextmanager
-def _orderly_ends() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind a command as an interrupt does: workers, locks and temporary directories go with it.
-
-    A second one ends the process at once. One that is ignored (``nohup``) stays so.
-    """
-
-    def end(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        raise _Ended(number)
-
-    heeded: list[signal.Signals] = []
-    if threading.current_thread() is threading.main_thread():  # else no handler can be set
-        heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
-    for number in heeded:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in heeded:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 
 from capture.buckets import default_batch_sizes
 from capture.report import WarmupReport
-from tests.warmup.command import REPOSITORY, handled, run, run_json
+from tests.warmup.command import REPOSITORY, run, run_json
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TOY = ("--model", "tests.warmup.toys:factory", "--device", "cpu", "--batch-sizes", "4,1")
@@ -353,48 +351,6 @@ def test_what_the_encoding_of_stdout_lacks_is_escaped(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "cach\\xe9" in done.stdout
-
-
-HELD = """
-import pathlib, tempfile, time
-from tests.warmup.toys import CallUnit, toy_spec
-
-def hold():
-    with tempfile.TemporaryDirectory():
-        pathlib.Path("begun").touch()
-        time.sleep(60)
-
-def factory(options):
-    return toy_spec(CallUnit(key="held", call=hold, phase="kernels", persistent=True))
-"""
-
-
-@pytest.mark.parametrize("verb", ["build", "bench"])
-@pytest.mark.parametrize(
-    ("name", "said"), [("SIGINT", "interrupted"), *((n, f"ended by {n}") for n in ("SIGTERM", "SIGHUP"))]
-)
-def test_an_end_by_a_signal_is_said_in_a_line_and_leaves_nothing_behind(
-    verb: str, name: str, said: str, tmp_path: Path
-) -> None:
-    (tmp_path / "held.py").write_text(HELD)
-    (tmp_path / "temporary").mkdir()
-    number = signal.Signals[name]
-    with handled(number, signal.SIG_DFL):  # not ignored, as in a job in the background
-        process = subprocess.Popen(
-            [sys.executable, "-m", "capture.cli", verb, "--model", "held:factory", "--device", "cpu", "--quiet"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path / "temporary")},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    with process:
-        while not (tmp_path / "begun").exists():
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (128 + number, f"mla-warmup: {said}\n")
-    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_bench_repeats_cold_and_warm_starts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,12 +218,10 @@ def _register_gradient(library: torch.library.Library, op: str) -> None:
                 "linear has no gradient of a second weight or a residual; multiply and add apart from each other"
             )
         transforms.refuse_other_inputs(op, inputs, [x.name for x in schema.arguments[:2]])
-        ctx.save_for_backward(*inputs[:2])
-        ctx.rest = inputs[2:-1]
+        transforms.keep(ctx, inputs[:2], inputs[2:-1])
 
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-        formula = getattr(reference, op)
-        return tuple(transforms.recompute(ctx, (grad,), (0, 1), lambda *inputs: formula(*inputs, *ctx.rest)))
+        return tuple(transforms.recompute(ctx, (grad,), (0, 1), getattr(reference, op)))
 
     transforms.register_differentiable(library, op, _ENTRIES[op][0], backward, setup)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mla_ops import transforms, validation
 from mla_ops.backends.kernels import backend_kernel, bound_kernel
-from mla_ops.signatures import READY, remember, signature
+from mla_ops.signatures import READY, alignment, remember, signature
 from mla_ops.validation import FLOAT8_DTYPES, infer_kv_lora_rank, output_dtype
 
 __all__ = ["SCHEMAS", "apart", "decode", "define", "op_fingerprint", "write"]
@@ -120,7 +120,7 @@ def _ready_decode(
         *("mla_decode", backend, max_seqlen_q, num_kv_splits, softmax_scale, kv_lora_rank, *signature(tensors)),
         # Its length is new at each step and is not looked at
         *(kv_indices.dim(), kv_indices.numel() > 0, kv_indices.is_contiguous(), kv_indices.dtype, kv_indices.device),
-        kv_indices.data_ptr() & 15,
+        alignment(kv_indices),
     )
     ready: tuple[int, Callable[..., Any]] | None = READY.get(key)
     if ready is not None:
@@ -318,9 +318,7 @@ def _merge_attn_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, backend: str = "reference"
 ) -> tuple[Tensor, Tensor]:
     validation.check_merge_attn_states(out_a, lse_a, out_b, lse_b)
-    kernel = backend_kernel("merge_attn_states", backend)
-    if not out_a.numel():
-        return out_a.new_empty(out_a.shape), torch.logaddexp(lse_a, lse_b).contiguous()
+    kernel = backend_kernel("merge_attn_states", backend if out_a.numel() else "reference")
     result: tuple[Tensor, Tensor] = kernel(out_a, lse_a, out_b, lse_b)
     return result
 

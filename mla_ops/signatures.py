@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-__all__ = ["READY", "remember", "signature"]
+__all__ = ["READY", "alignment", "remember", "signature"]
 
 READY: dict[tuple[Any, ...], Any] = {}
 """What :func:`remember` was given, by signature. Nothing in it may hold device memory."""
@@ -22,7 +22,15 @@ _T = TypeVar("_T")
 
 def signature(tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
     """What checks of these tensors may look at, and what code for them may be made for."""
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors])
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, alignment(x)) for x in tensors])
+
+
+def alignment(x: Tensor) -> int:
+    """Bytes beyond a multiple of 16; 0 for a tensor without memory, as a transform of ``torch.func`` passes it."""
+    try:
+        return x.data_ptr() & 15
+    except RuntimeError:
+        return 0
 
 
 def remember(key: tuple[Any, ...], ready: _T) -> _T:

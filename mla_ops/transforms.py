@@ -1,6 +1,7 @@
 """Autograd and ``torch.func.vmap`` rules of the ops.
 
-Gradients: the reference backend is differentiable, by running the reference again under autograd in the backward;
+Gradients: the reference backend is differentiable, by running the reference again under autograd in the backward.
+A forward gradient, and the transforms of ``torch.func``, go through the operations that the reference is made of;
 every other backend, and every op that writes in place, refuses with :class:`InferenceOnlyError` as soon as an input
 requires a gradient. Nothing gives a silently wrong one.
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 from mla_ops.backends import reference
 from mla_ops.errors import InferenceOnlyError
@@ -27,6 +29,7 @@ from mla_ops.validation import infer_kv_lora_rank
 __all__ = [
     "Fold",
     "goes_straight",
+    "keep",
     "recompute",
     "refuse_other_backends",
     "refuse_other_inputs",
@@ -41,16 +44,32 @@ _ops = torch.ops.mla_ops
 # --- autograd ---------------------------------------------------------------------------------------------------
 
 
+def keep(ctx: Any, differentiable: Sequence[Tensor], rest: Sequence[Any]) -> None:
+    """Keep a call's inputs for :func:`recompute`.
+
+    All tensors, also those of indices: torch refuses a backward that would find one of them changed in place.
+    """
+    leaves, ctx.rest_spec = pytree.tree_flatten(list(rest))
+    ctx.save_for_backward(*differentiable, *(x for x in leaves if isinstance(x, Tensor)))
+    ctx.rest = [None if isinstance(x, Tensor) else x for x in leaves]
+    ctx.rest_tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+
+
 def recompute(
     ctx: Any, grads: Sequence[Tensor | None], differentiable: Sequence[int], function: Callable[..., Any]
 ) -> list[Tensor | None]:
-    """Gradients of the inputs at ``differentiable``, by running ``function`` on the saved tensors under autograd."""
+    """Gradients of the inputs at ``differentiable``, by running ``function`` on what was kept under autograd."""
     needed = [i for i in differentiable if ctx.needs_input_grad[i]]
     create_graph = torch.is_grad_enabled()
+    saved = ctx.saved_tensors
+    leaves, count = list(ctx.rest), len(differentiable)
+    for i, x in zip(ctx.rest_tensors, saved[count:], strict=True):
+        leaves[i] = x
+    rest = pytree.tree_unflatten(leaves, ctx.rest_spec)
     with torch.enable_grad():
         # Aliases: where one input is another or was computed from it, a gradient must end at the input it is asked of
-        inputs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in ctx.saved_tensors]
-        outputs = function(*inputs)
+        inputs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in saved[:count]]
+        outputs = function(*inputs, *rest)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad]
     wanted = [inputs[differentiable.index(i)] for i in needed]
@@ -87,49 +106,39 @@ def refuse_other_inputs(op: str, inputs: Sequence[Any], differentiable: Sequence
 def _decode_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     refuse_other_backends("mla_decode", inputs[12])
     refuse_other_inputs("mla_decode", inputs, ("q", "kv_cache"))
-    ctx.save_for_backward(inputs[0], inputs[1])
-    ctx.rest = (*inputs[2:8], *inputs[9:12], infer_kv_lora_rank(inputs[0].shape[2], inputs[13]))
+    rank = infer_kv_lora_rank(inputs[0].shape[2], inputs[13])
+    keep(ctx, inputs[:2], (*inputs[2:8], *inputs[9:12], rank))
+    ctx.backend_state = len(inputs[6])
 
 
 def _decode_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    def function(q: Tensor, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.decode_formula(q, kv_cache, *ctx.rest)
-
-    result: list[Any] = recompute(ctx, (grad_out, grad_lse), (0, 1), function)
-    result[6] = [None] * len(ctx.rest[4])
+    result: list[Any] = recompute(ctx, (grad_out, grad_lse), (0, 1), reference.decode_formula)
+    result[6] = [None] * ctx.backend_state
     return tuple(result)
 
 
 def _prefill_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     refuse_other_backends("mla_prefill", inputs[9])
-    ctx.save_for_backward(*inputs[:3])
-    ctx.rest = inputs[3:9]
+    keep(ctx, inputs[:3], inputs[3:9])
 
 
 def _prefill_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.mla_prefill(q, k, v, *ctx.rest)
-
-    return tuple(recompute(ctx, (grad_out, grad_lse), (0, 1, 2), function))
+    return tuple(recompute(ctx, (grad_out, grad_lse), (0, 1, 2), reference.mla_prefill))
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     refuse_other_backends("gather_latent_cache", inputs[9])
     refuse_other_inputs("gather_latent_cache", inputs, ("kv_cache",))
-    ctx.save_for_backward(inputs[0])
-    ctx.rest = (*inputs[1:5], inputs[6], inputs[5], *inputs[7:9])
+    keep(ctx, inputs[:1], (*inputs[1:5], inputs[6], inputs[5], *inputs[7:9]))
 
 
 def _gather_backward(ctx: Any, grad_out: Tensor | None) -> tuple[Any, ...]:
-    def function(kv_cache: Tensor) -> Tensor:
-        return reference.gather_latent_cache(kv_cache, *ctx.rest)
-
-    return tuple(recompute(ctx, (grad_out,), (0,), function))
+    return tuple(recompute(ctx, (grad_out,), (0,), reference.gather_latent_cache))
 
 
 def _merge_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     refuse_other_backends("merge_attn_states", inputs[4])
-    ctx.save_for_backward(*inputs[:4])
+    keep(ctx, inputs[:4], ())
 
 
 def _merge_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
@@ -197,10 +206,13 @@ def register_differentiable(
     full = make_autograd_impl(getattr(_ops, name).default, Info(backward, setup))
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        if keyset.raw_repr() & _NOT_PLAIN or _needs_grad(*args):
-            return full(keyset, *args)
-        if _has_tangent(*args):  # the reference's own operations carry it on
+        needs_grad = _needs_grad(*args)
+        if _has_tangent(*args) or (needs_grad and torch._C._functorch.maybe_current_level() is not None):
+            # The reference's own operations carry a tangent, and what torch.func asks for; torch's rule has neither
             refuse_other_backends(name, next((x for x in args if isinstance(x, str)), "reference"))
+            return entry(*args)
+        if needs_grad or keyset.raw_repr() & _NOT_PLAIN:
+            return full(keyset, *args)
         return entry(*args)
 
     library.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]

@@ -93,7 +93,8 @@ def mla_decode(
     ``backend_state`` is empty, or holds ``[max_pages]`` int32 ``arange(max_pages)``: a bound on the pages of one
     request, as the shape of a tensor. Without it one request is taken to own all of ``kv_indices``.
     """
-    if q.is_cpu:  # reading the longest page list is no synchronisation here, and saves the work on what is masked
+    # Reading the longest page list is no synchronisation on a CPU, and saves the work on what is masked
+    if q.is_cpu and not torch._C._len_torch_dispatch_stack() and torch._C._functorch.maybe_current_level() is None:
         longest = int((kv_indptr[1:] - kv_indptr[:-1]).max().clamp(min=1))
         page_of = backend_state[0][:longest] if backend_state else torch.arange(longest, dtype=torch.int32)
         backend_state = [page_of]
@@ -271,7 +272,8 @@ def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
     """Exact merge of attention over two disjoint sets of keys. See :func:`mla_ops.merge_attn_states`."""
     compute = compute_dtype(out_a.dtype)
     lse_a, lse_b = lse_a.to(compute), lse_b.to(compute)
-    lse = torch.logaddexp(lse_a, lse_b)
+    empty = lse_a.isneginf() & lse_b.isneginf()  # the gradient of logaddexp is NaN there
+    lse = torch.logaddexp(lse_a.masked_fill(empty, 0.0), lse_b.masked_fill(empty, 0.0)).masked_fill(empty, -torch.inf)
     shift = lse.masked_fill(lse.isneginf(), 0.0)
     merged = torch.zeros_like(out_a, dtype=compute)
     for out, part in ((out_a, lse_a), (out_b, lse_b)):

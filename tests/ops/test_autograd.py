@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
+from torch import Tensor, func
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_ops
-from mla_ops import InferenceOnlyError
+from mla_ops import DecodePlan, InferenceOnlyError, MLAConfig
 from mla_ops.backends import kernels, reference
 from mla_ops.testing import DecodeInputs, make_decode_inputs, make_prefill_inputs
+from tests.ops.layer_calls import CALLS, absorb_query
 
 Case = tuple[Callable[..., Any], tuple[Tensor, ...]]
 
@@ -140,6 +143,178 @@ def test_a_gradient_never_reaches_what_no_request_owns() -> None:
     assert cache.grad.isfinite().all()
 
 
+INDICES = {
+    "gather": ("kv_indptr", "kv_indices", "kv_last_page_lens", "cu_seqlens", "seq_starts"),
+    "decode": ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens"),
+    "prefill": ("cu_seqlens_q", "cu_seqlens_k"),
+    "absorb_query": ("positions", "inv_freq"),
+}
+
+
+def recorded(op: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """A result that asks for a gradient, and the tensors that say where it came from."""
+    if op == "absorb_query":
+        call = absorb_query(torch.float32)
+        call["q"].requires_grad_()
+        return mla_ops.absorb_query(**call), call
+    if op == "prefill":
+        inputs = make_prefill_inputs([2, 3], [3, 3], poison=False)._asdict()
+        inputs["q"].requires_grad_()
+        return mla_ops.mla_prefill(**inputs, backend="reference").out, inputs
+    x = decode_inputs()
+    x.kv_cache.requires_grad_()
+    inputs = {
+        **x._asdict(),
+        "cu_seqlens": torch.tensor([0, 2, 2, 6]).int(),
+        "seq_starts": torch.tensor([1, 0, 1]).int(),
+    }
+    if op == "decode":
+        return mla_ops.mla_decode(**x.arguments()).out, inputs
+    rows = {name: inputs[name] for name in INDICES["gather"]}
+    return mla_ops.gather_latent_cache(x.kv_cache, **rows, num_tokens=7), inputs
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in INDICES.items() for name in names])
+def test_a_backward_notices_what_was_changed_since_the_forward(op: str, name: str) -> None:
+    out, inputs = recorded(op)
+    inputs[name].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_backward_notices_that_its_plan_was_updated() -> None:
+    plan = DecodePlan(
+        MLAConfig.preset("deepseek-v2-lite"), max_batch_size=1, max_seq_len=8, page_size=4, device="cpu",
+        dtype=torch.float32, backend="reference",
+    )  # fmt: skip
+    table = torch.tensor([[1]]).int()
+    plan.update(table, torch.tensor([3]).int())
+    metadata = plan.at(1)
+    q = torch.randn(1, 16, 576, requires_grad=True)
+    lists = (metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_last_page_lens)
+    out = mla_ops.mla_decode(q, torch.randn(2, 4, 576), *lists, softmax_scale=0.3, backend="reference").out
+    plan.update(table, torch.tensor([4]).int())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+# --- torch.func and forward gradients ---------------------------------------------------------------------------
+
+
+def finite_difference(function: Callable[..., Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
+    step = 1e-6
+    ahead = function(*(x + step * t for x, t in zip(inputs, tangents, strict=True)))
+    behind = function(*(x - step * t for x, t in zip(inputs, tangents, strict=True)))
+    return (ahead - behind) / (2 * step)
+
+
+def by_jvp(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> Tensor:
+    return func.jvp(function, inputs, tangents)[1]
+
+
+def by_linearize(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> Tensor:
+    return func.linearize(function, *inputs)[1](*tangents)
+
+
+def by_jacobian(
+    transform: Callable[..., Any], function: Callable[..., Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> Tensor:
+    jacobians = transform(function, argnums=tuple(range(len(inputs))))(*inputs)
+    parts = [torch.tensordot(j, t, t.dim()) for j, t in zip(jacobians, tangents, strict=True)]
+    return torch.stack(parts).sum(0)
+
+
+def by_vmap(function: Callable[..., Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
+    calls = [tuple(torch.stack([x, x]) for x in xs) for xs in (inputs, tangents)]
+    return func.jvp(func.vmap(function), *calls)[1][1]
+
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+def by_dual_tensors_under_a_mode(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> Tensor:
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, t) for x, t in zip(inputs, tangents, strict=True)]
+        with Watch():
+            result = function(*duals)
+        return forward_ad.unpack_dual(result).tangent
+
+
+DERIVATIVES: dict[str, Callable[..., Tensor]] = {
+    "jvp": by_jvp,
+    "linearize": by_linearize,
+    "jacfwd": partial(by_jacobian, func.jacfwd),
+    "jacrev": partial(by_jacobian, func.jacrev),
+    "jvp of vmap": by_vmap,
+    "dual tensors": by_dual_tensors_under_a_mode,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # torch's own, in linearize
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, at the first dual tensor
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_derivatives_by_torch_func_are_those_of_finite_differences(case: str, derivative: str) -> None:
+    function, inputs = CASES[case]()
+    tangents = tuple(torch.randn_like(x) for x in inputs)
+    found = DERIVATIVES[derivative](function, inputs, tangents)
+    torch.testing.assert_close(found, finite_difference(function, inputs, tangents), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("order", ["jvp of grad", "grad of jvp"])
+@pytest.mark.parametrize("case", ["decode", "prefill-causal"])
+def test_second_derivatives_by_torch_func_are_those_of_finite_differences(case: str, order: str) -> None:
+    function, (first, *others) = CASES[case]()
+    tangent = torch.randn_like(first)
+
+    def loss(x: Tensor) -> Tensor:
+        return function(x, *others).sin().sum()
+
+    if order == "jvp of grad":
+        found = func.jvp(func.grad(loss), (first,), (tangent,))[1]
+    else:
+        found = func.grad(lambda x: func.jvp(loss, (x,), (tangent,))[1])(first)
+    expected = finite_difference(func.grad(loss), (first,), (tangent,))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["absorb_query", "expand_values", "linear", "rms_norm"])
+def test_an_op_around_attention_has_its_gradient_under_torch_func_too(op: str) -> None:
+    call = CALLS[op](torch.float64)
+    call.pop("second", None), call.pop("residual", None)
+    names = list(call)[:2]
+
+    def loss(first: Tensor, second: Tensor) -> Tensor:
+        return getattr(mla_ops, op)(**{**call, names[0]: first, names[1]: second}).sin().sum()
+
+    leaves = [call[name].requires_grad_() for name in names]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    found = func.grad(loss, argnums=(0, 1))(*(x.detach() for x in leaves))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["both sides without keys", "one side without keys"])
+@pytest.mark.parametrize("width", [0, 4], ids=["no columns", "four columns"])
+def test_merging_rows_without_keys_gives_no_gradient(both: bool, width: int) -> None:
+    states = [torch.randn(3, 2, width), torch.randn(3, 2), torch.randn(3, 2, width), torch.randn(3, 2)]
+    states[1][1] = -torch.inf
+    if both:
+        states[3][1] = -torch.inf
+    leaves = [x.requires_grad_() for x in states]
+    out, lse = mla_ops.merge_attn_states(*leaves, backend="reference")
+    (out.sum() + lse[[0, 2]].sum() + lse[1].exp().sum()).backward()
+    for x in leaves:
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
+    assert not states[1].grad[1].any()
+    assert bool(states[3].grad[1].any()) != both
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------
 
 
@@ -186,11 +361,13 @@ def fake_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         del kernels._KERNELS[key]
 
 
-def calls_of(backend: str, requires_grad: bool) -> dict[str, Callable[[], Any]]:
+def calls_of(backend: str, requires_grad: bool, scale: Tensor | float = 1.0) -> dict[str, Callable[[], Any]]:
     x, p = make_decode_inputs([3, 5]), make_prefill_inputs([3])
-    out, lse = torch.randn(3, 2, 4), torch.randn(3, 2)
-    for tensor in (x.q, x.kv_cache, p.q, p.k, p.v, out):
-        tensor.requires_grad_(requires_grad)
+    x, p = x._replace(kv_cache=x.kv_cache * scale), p._replace(q=p.q * scale)
+    out, lse = torch.randn(3, 2, 4) * scale, torch.randn(3, 2)
+    if requires_grad:
+        for tensor in (x.q, x.kv_cache, p.q, p.k, p.v, out):
+            tensor.requires_grad_()
     cu_seqlens = torch.tensor([0, 3, 8]).int()
     pages = (x.kv_cache, x.kv_indptr, x.kv_indices, x.kv_last_page_lens, cu_seqlens)
     return {
@@ -208,6 +385,19 @@ def test_a_backend_without_a_backward_refuses_a_gradient(op: str, fake_backend: 
     with torch.no_grad():
         calls_of(fake_backend, True)[op]()
     calls_of(fake_backend, False)[op]()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+@pytest.mark.parametrize("op", ["gather_latent_cache", "merge_attn_states", "mla_decode", "mla_prefill"])
+def test_a_backend_without_a_backward_refuses_torch_func(op: str, transform: str, fake_backend: str) -> None:
+    def call(scale: Tensor) -> Tensor:
+        result = calls_of(fake_backend, False, scale)[op]()
+        return (result if isinstance(result, Tensor) else result.out).sum()
+
+    one = torch.tensor(1.0)
+    with pytest.raises(InferenceOnlyError, match=rf'{op} with backend="fake" is for inference and has no gradient'):
+        func.grad(call)(one) if transform == "grad" else func.jvp(call, (one,), (one,))
 
 
 @pytest.mark.parametrize("relation", ["same", "computed"])

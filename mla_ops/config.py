@@ -234,8 +234,8 @@ def _language_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     hf = _language_model(hf)
-    other = _HF_OTHER_ATTENTION.get(hf.get("model_type", "")) or ("rotates nothing" if hf.get("mla_use_nope") else None)
-    if other is not None:
+    told = (what for field, what in _HF_OTHER_FIELDS.items() if hf.get(field))
+    if other := _HF_OTHER_ATTENTION.get(hf.get("model_type", "")) or next(told, None):
         raise ValueError(
             f"the attention of model_type {hf.get('model_type')!r} is not served: it {other}; "
             "make an MLAConfig by hand for what is the same"
@@ -279,8 +279,18 @@ _HF_REQUIRED = {
 }
 
 
+# Fields of a config that tell of attention that DeepseekMLA is not.
+_HF_OTHER_FIELDS = {
+    "index_topk": "attends to the keys that an indexer selects (index_topk)",
+    "mla_use_nope": "rotates nothing (mla_use_nope)",
+    "mla_scale_q_lora": "scales queries by their rank (mla_scale_q_lora)",
+    "mla_scale_kv_lora": "scales latents by their rank (mla_scale_kv_lora)",
+}
+
 # Model types with the fields of an MLA config, and what their code does that no field says and DeepseekMLA does not.
 _HF_OTHER_ATTENTION = {
+    "bailing_hybrid": "gates the heads' outputs",
+    "dots3_note_text": "gates the heads' outputs, and scales queries and latents by their ranks",
     "kimi_linear": "rotates nothing",
     "longcat_flash": "scales queries and latents by their ranks",
 }

@@ -130,10 +130,30 @@ def test_from_hf_names_a_missing_field(missing: str) -> None:
         MLAConfig.from_hf({name: value for name, value in SMALL_HF.items() if name != missing})
 
 
-@pytest.mark.parametrize("name", ["KimiLinearConfig", "LongcatFlashConfig"])
+OTHER_ATTENTION = [
+    "BailingHybridConfig",
+    "DeepseekV32Config",
+    "GlmMoeDsaConfig",
+    "KimiLinearConfig",
+    "LongcatFlashConfig",
+]
+
+
+@pytest.mark.parametrize("name", OTHER_ATTENTION)
 def test_from_hf_refuses_a_model_whose_attention_is_another(name: str) -> None:
-    with pytest.raises(ValueError, match=r"attention of model_type '(kimi_linear|longcat_flash)' is not served"):
-        MLAConfig.from_hf(getattr(transformers, name)())
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    config = getattr(transformers, name)()
+    with pytest.raises(ValueError, match=f"attention of model_type '{config.model_type}' is not served"):
+        MLAConfig.from_hf(config)
+
+
+@pytest.mark.parametrize("field", ["index_topk", "mla_scale_kv_lora", "mla_scale_q_lora", "mla_use_nope"])
+def test_from_hf_refuses_a_field_that_tells_of_other_attention(field: str) -> None:
+    with pytest.raises(ValueError, match=rf"attention of model_type None is not served: .*\({field}\)"):
+        MLAConfig.from_hf({**SMALL_HF, field: 1})
+    for unset in (None, False, 0):
+        MLAConfig.from_hf({**SMALL_HF, field: unset})
 
 
 def test_from_hf_knows_the_width_of_values_that_a_published_config_leaves_out() -> None:

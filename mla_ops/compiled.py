@@ -67,7 +67,7 @@ def compile_layers(
             plan = plan.at(hidden_states.shape[0] // plan.query_len)
         eager = not torch.compiler.is_compiling()
         if eager:
-            check_call(hidden_states, kv_cache, plan, kind)
+            check_call(hidden_states, positions, kv_cache, plan, kind)
             for name, store, key, module in modules:
                 if store.get(key, module) is not module:  # absorb() takes one away, and keeps its weight's parts
                     raise ValueError(f"{name} was replaced after compile_layers; call it again for the new module")

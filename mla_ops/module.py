@@ -155,7 +155,7 @@ class DeepseekMLA(nn.Module):
         """
         if isinstance(plan, DecodePlan):
             plan = plan.at(hidden_states.shape[0] // plan.query_len)
-        check_call(hidden_states, kv_cache, plan, DecodeMetadata)
+        check_call(hidden_states, positions, kv_cache, plan, DecodeMetadata)
         config, fused = self.config, self.fuses(hidden_states, plan.backend)
         w_uk, w_uv = self.absorb()
         if fused:
@@ -209,7 +209,7 @@ class DeepseekMLA(nn.Module):
         Raises:
             ValueError, TypeError: as in :meth:`forward`.
         """
-        check_call(hidden_states, kv_cache, plan, PrefillPlan)
+        check_call(hidden_states, positions, kv_cache, plan, PrefillPlan)
         if self.fuses(hidden_states, plan.backend):
             q, rows = self._project_fused(hidden_states, positions, kv_cache, plan.slot_mapping)
             q_nope, q_pe = self._rope_queries(q, positions)
@@ -351,7 +351,13 @@ class DeepseekMLA(nn.Module):
         if self.kv_b_proj is None:
             return self.kv_b_weight
         weight: Any = self.kv_b_proj.weight
-        local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight  # a DTensor, parallelized
+        sharded = hasattr(weight, "to_local")  # a DTensor: parallelize's hooks are about placement alone
+        if not _only_multiplies(self.kv_b_proj, hooks=sharded):
+            raise ValueError(
+                "kv_b_proj must be an nn.Linear with no bias, hook or forward of its own, for only its weight is read, "
+                f"got {type(self.kv_b_proj).__name__}; merge into the weight what else it does"
+            )
+        local: Tensor = weight.to_local() if sharded else weight
         return local
 
     def _up_projections(self) -> Tensor:
@@ -362,14 +368,21 @@ class DeepseekMLA(nn.Module):
         )
 
 
-def check_call(hidden_states: Tensor, kv_cache: Tensor, plan: object, kind: type[DecodeMetadata | PrefillPlan]) -> None:
+def check_call(
+    hidden_states: Tensor,
+    positions: Tensor,
+    kv_cache: Tensor,
+    plan: object,
+    kind: type[DecodeMetadata | PrefillPlan],
+) -> None:
     """Refuse a call whose plan is of another step or cache: its slots would be other ones there.
 
     A compiler does not see this: what it compiles is checked before, by :func:`mla_ops.compile_layers`.
 
     Raises:
         TypeError: ``plan`` is not of this kind.
-        ValueError: hidden_states ``[T, hidden_size]`` has not the plan's T, or the cache not its page size.
+        ValueError: hidden_states ``[T, hidden_size]`` or positions ``[T]`` have not the plan's T, or the cache not its
+            page size.
     """
     if torch.compiler.is_compiling():
         return
@@ -381,6 +394,10 @@ def check_call(hidden_states: Tensor, kv_cache: Tensor, plan: object, kind: type
         raise ValueError(
             f"hidden_states must be [{tokens}, hidden_size], a row for each of the plan's tokens, got "
             f"{tuple(hidden_states.shape)}"
+        )
+    if positions.shape != (tokens,):
+        raise ValueError(
+            f"positions must be [{tokens}], one of each of the plan's tokens, got {tuple(positions.shape)}"
         )
     if kv_cache.dim() == 3 and kv_cache.shape[1] != plan.page_size:
         raise ValueError(
@@ -415,6 +432,13 @@ def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a call of it does what its class says: no hook, subclass, or ``forward`` of its own (accelerate's)."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks
     return type(layer) is kind and not hooks and "forward" not in layer.__dict__
+
+
+def _only_multiplies(layer: nn.Linear, *, hooks: bool) -> bool:
+    """Whether a call of it is the product with its weight, which may be parametrized. ``hooks``: it may have some."""
+    bias: object = layer.bias
+    own = type(layer).forward is not nn.Linear.forward or "forward" in layer.__dict__
+    return bias is None and not own and (hooks or not (layer._forward_hooks or layer._forward_pre_hooks))
 
 
 def _product(layer: nn.Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -20,14 +20,14 @@ __all__ = ["RotaryEmbedding", "apply_rotary", "attention_scaling", "inverse_freq
 
 
 def inverse_frequencies(config: MLAConfig) -> Tensor:
-    """``[qk_rope_head_dim / 2]`` float32 radians per position.
+    """``[qk_rope_head_dim / 2]`` float32 radians per position, on the CPU whatever the default device is.
 
     With YaRN, dimensions that turn more than ``beta_fast`` times over the original context keep their frequency,
     those that turn less than ``beta_slow`` times are slowed by ``factor``, those between are mixed linearly.
     Source: YaRN (arXiv 2309.00071) section 3.2, in the form of DeepSeek-V2's code.
     """
     dim, base = config.qk_rope_head_dim, config.rope_theta
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / max(dim, 1)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / max(dim, 1)
     frequencies: Tensor = 1.0 / torch.pow(base, exponents)
     scaling = config.rope_scaling
     if scaling is None or not dim:
@@ -43,7 +43,7 @@ def inverse_frequencies(config: MLAConfig) -> Tensor:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    slowed = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    slowed = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
     interpolated: Tensor = frequencies / scaling["factor"] * slowed + frequencies * (1 - slowed)
     return interpolated
 
@@ -75,6 +75,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self.scaling = attention_scaling(config)
+        device = torch.get_default_device() if device is None else device
         self.register_buffer("inv_freq", inverse_frequencies(config).to(device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:

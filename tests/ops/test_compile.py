@@ -376,6 +376,9 @@ def test_a_call_of_another_step_or_cache_than_the_plans_is_refused(method: str, 
     for rows, shape in ((torch.cat([hidden, hidden[:1]]), len(hidden) + 1), (hidden[None], f"1, {len(hidden)}")):
         with pytest.raises(ValueError, match=rf"hidden_states must be \[{len(hidden)}, hidden_size\].*got \({shape}, "):
             run(rows, plan.positions, cache, plan)
+    for positions in (plan.positions[:1], plan.positions[:, None], torch.cat([plan.positions, plan.positions])):
+        with pytest.raises(ValueError, match=rf"positions must be \[{len(hidden)}\]"):
+            run(hidden, positions, cache, plan)
     with pytest.raises(ValueError, match=f"kv_cache must have pages of {PAGE_SIZE} rows"):
         run(hidden, plan.positions, cache[1:].view(-1, 2 * PAGE_SIZE, cache.shape[-1]), plan)
     with pytest.raises(TypeError, match=r"plan must be a (DecodePlan|PrefillPlan)"):

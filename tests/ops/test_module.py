@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
@@ -276,3 +276,50 @@ def test_moving_to_another_dtype_keeps_the_scale_of_the_cache() -> None:
     assert layer.o_proj.weight.dtype == torch.bfloat16
     assert torch.equal(layer.kv_scale, torch.tensor([0.037]))
     assert layer.to("meta").kv_scale.is_meta
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_layers_own_device_goes_before_the_default_one(device: str | None) -> None:
+    with torch.device("meta"):
+        layer = DeepseekMLA(CONFIGS["yarn"], device=device)
+    assert {x.device.type for x in (*layer.parameters(), layer.rotary_emb.inv_freq)} == {device or "meta"}
+
+
+class AnotherLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def of_another_class(layer: DeepseekMLA) -> None:
+    layer.kv_b_proj = AnotherLinear(*layer.kv_b_proj.weight.T.shape, bias=False)
+
+
+def with_a_bias(layer: DeepseekMLA) -> None:
+    layer.kv_b_proj = nn.Linear(*layer.kv_b_proj.weight.T.shape)
+
+
+def with_a_hook(layer: DeepseekMLA) -> None:
+    layer.kv_b_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def with_its_own_forward(layer: DeepseekMLA) -> None:
+    layer.kv_b_proj.forward = lambda x: 2 * x
+
+
+@pytest.mark.parametrize("change", [of_another_class, with_a_bias, with_a_hook, with_its_own_forward])
+def test_a_kv_b_proj_that_is_not_its_weight_alone_is_refused(change: Callable[[DeepseekMLA], None]) -> None:
+    layer = make_layer(CONFIG)
+    change(layer)
+    with pytest.raises(ValueError, match=r"kv_b_proj must be an nn\.Linear with no bias, hook or forward of its own"):
+        layer.absorb()
+
+
+def test_a_parametrized_kv_b_proj_is_read_as_its_parametrization_says() -> None:
+    class Double(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    layer = make_layer(CONFIG)
+    before = layer.W_UK.clone()
+    nn.utils.parametrize.register_parametrization(layer.kv_b_proj, "weight", Double())
+    assert torch.equal(layer.W_UK, 2 * before)

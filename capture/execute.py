@@ -7,7 +7,8 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from capture.errors import CacheError
@@ -60,7 +61,8 @@ def execute(store: CacheStore, command: Sequence[str], say: Callable[[str], None
     """
     environment = _prepare(store, say)
     if store.place == store.directory:
-        os.execvpe(command[0], list(command), environment)
+        with _signals_of_a_program():
+            os.execvpe(command[0], list(command), environment)
     return _code(_run(command, environment))
 
 
@@ -93,6 +95,17 @@ def run_and_keep(store: CacheStore, command: Sequence[str], label: str, say: Cal
     files = "1 file" if len(record.files) == 1 else f"{len(record.files)} files"
     say(f"kept {files} ({record.bytes} bytes) in {store.directory}")
     return code
+
+
+@contextmanager
+def _signals_of_a_program() -> Iterator[None]:
+    """What Python ignores is as a program expects it, and as ``subprocess`` leaves it: ``yes`` ends with ``head``."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGPIPE, signal.SIGXFSZ)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -122,6 +122,18 @@ print("ready", signal.getsignal(signal.SIGHUP).name, flush=True)
         assert server.wait(60) == 0
 
 
+@pytest.mark.parametrize("keep", [(), ("--keep",)], ids=["become", "keep"])
+def test_what_python_ignores_is_not_ignored_in_the_program(keep: tuple[str, ...]) -> None:
+    program = ("grep", "SigIgn", "/proc/self/status")
+    done = subprocess.run(
+        [sys.executable, "-m", "capture.cli", "exec", "--device", "cpu", *keep, "--", *program],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    ignored = int(done.stdout.split()[1], 16)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        assert not ignored & 1 << (number - 1)
+
+
 def test_the_exit_status_is_the_programs_also_if_nothing_can_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
     program = "import os, sys; os.chmod(os.path.dirname(os.environ['TRITON_CACHE_DIR']), 0o777); sys.exit(3)"
     arguments = ("exec", "--device", "cpu", "--label", "server", "--keep", "--", sys.executable, "-c", program)

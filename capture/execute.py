@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from capture.errors import CacheError
 from capture.fingerprint import Fingerprint, environment_fields
@@ -61,7 +62,8 @@ def execute(store: CacheStore, command: Sequence[str], say: Callable[[str], None
     """
     environment = _prepare(store, say)
     if store.place == store.directory:
-        with _signals_of_a_program():
+        # What Python ignores is as a program expects it, and as subprocess leaves it: yes ends with head
+        with _handled(dict.fromkeys((signal.SIGPIPE, signal.SIGXFSZ), signal.SIG_DFL)):
             os.execvpe(command[0], list(command), environment)
     return _code(_run(command, environment))
 
@@ -98,9 +100,9 @@ def run_and_keep(store: CacheStore, command: Sequence[str], label: str, say: Cal
 
 
 @contextmanager
-def _signals_of_a_program() -> Iterator[None]:
-    """What Python ignores is as a program expects it, and as ``subprocess`` leaves it: ``yes`` ends with ``head``."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGPIPE, signal.SIGXFSZ)}
+def _handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Signals have these handlers, and afterwards those that they had before."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
@@ -123,15 +125,11 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
     # Under nohup a signal is ignored, by the child too: a handler here would end that.
     heeded = [number for number in ENDINGS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, forward) for number in heeded}
-    try:
+    with _handled(dict.fromkeys(heeded, forward)):
         process = subprocess.Popen(command, env=environment)
         for number in early:
             process.send_signal(number)
         return process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _code(status: int) -> int:

@@ -352,7 +352,8 @@ class DeepseekMLA(nn.Module):
             return self.kv_b_weight
         weight: Any = self.kv_b_proj.weight
         sharded = hasattr(weight, "to_local")  # a DTensor: parallelize's hooks are about placement alone
-        if not _only_multiplies(self.kv_b_proj, hooks=sharded):
+        bias: object = self.kv_b_proj.bias
+        if bias is not None or not _only_calls(self.kv_b_proj, nn.Linear, hooks=sharded):
             raise ValueError(
                 "kv_b_proj must be an nn.Linear with no bias, hook or forward of its own, for only its weight is read, "
                 f"got {type(self.kv_b_proj).__name__}; merge into the weight what else it does"
@@ -430,15 +431,13 @@ def _weight_alone(layer: nn.Linear) -> Tensor | None:
 
 def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a call of it does what its class says: no hook, subclass, or ``forward`` of its own (accelerate's)."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks
-    return type(layer) is kind and not hooks and "forward" not in layer.__dict__
+    return type(layer) is kind and _only_calls(layer, kind)
 
 
-def _only_multiplies(layer: nn.Linear, *, hooks: bool) -> bool:
-    """Whether a call of it is the product with its weight, which may be parametrized. ``hooks``: it may have some."""
-    bias: object = layer.bias
-    own = type(layer).forward is not nn.Linear.forward or "forward" in layer.__dict__
-    return bias is None and not own and (hooks or not (layer._forward_hooks or layer._forward_pre_hooks))
+def _only_calls(layer: nn.Module, kind: type[nn.Module], *, hooks: bool = False) -> bool:
+    """Whether a call of it is ``kind.forward``, also of a parametrized layer; ``hooks``: it may have some besides."""
+    own = type(layer).forward is not kind.forward or "forward" in layer.__dict__
+    return not own and (hooks or not (layer._forward_hooks or layer._forward_pre_hooks))
 
 
 def _product(layer: nn.Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:

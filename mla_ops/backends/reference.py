@@ -272,9 +272,9 @@ def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
     """Exact merge of attention over two disjoint sets of keys. See :func:`mla_ops.merge_attn_states`."""
     compute = compute_dtype(out_a.dtype)
     lse_a, lse_b = lse_a.to(compute), lse_b.to(compute)
-    empty = lse_a.isneginf() & lse_b.isneginf()  # the gradient of logaddexp is NaN there
-    lse = torch.logaddexp(lse_a.masked_fill(empty, 0.0), lse_b.masked_fill(empty, 0.0)).masked_fill(empty, -torch.inf)
-    shift = lse.masked_fill(lse.isneginf(), 0.0)
+    keyless = lse_a.isneginf() & lse_b.isneginf()  # the gradient of logaddexp is NaN there
+    shift = torch.logaddexp(lse_a.masked_fill(keyless, 0.0), lse_b.masked_fill(keyless, 0.0))
+    lse = shift.masked_fill(keyless, -torch.inf)
     merged = torch.zeros_like(out_a, dtype=compute)
     for out, part in ((out_a, lse_a), (out_b, lse_b)):
         empty = part.isneginf()[..., None]  # a side without keys may hold anything, NaN included

@@ -79,38 +79,35 @@ def wait_for(file: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
+def signalled(folder: Path, call: str, name: str, *, verb: str = "build") -> tuple[int, str]:
+    """The status and the errors of a command that got the signal once its unit had begun."""
+    with start_held(folder, call, verb=verb) as process:
+        wait_for(folder / "begun", process)
+        process.send_signal(signal.Signals[name])
+        _, errors = process.communicate(timeout=30)
+    return process.returncode, errors
+
+
 @pytest.mark.parametrize("verb", ["build", "bench"])
 @SIGNALS
 def test_an_end_by_a_signal_is_said_in_a_line_and_leaves_nothing_behind(
     verb: str, name: str, said: str, tmp_path: Path
 ) -> None:
-    number = signal.Signals[name]
-    with start_held(tmp_path, "hold", verb=verb) as process:
-        wait_for(tmp_path / "begun", process)
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (128 + number, f"mla-warmup: {said}\n")
+    status, errors = signalled(tmp_path, "hold", name, verb=verb)
+    assert (status, errors) == (128 + signal.Signals[name], f"mla-warmup: {said}\n")
     assert not list((tmp_path / "temporary").iterdir())
 
 
 @SIGNALS
 def test_an_end_by_a_signal_is_heeded_where_code_of_others_swallows_it(name: str, said: str, tmp_path: Path) -> None:
-    number = signal.Signals[name]
-    with start_held(tmp_path, "swallow") as process:
-        wait_for(tmp_path / "begun", process)
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (128 + number, f"mla-warmup: {said}\n")
+    status, errors = signalled(tmp_path, "swallow", name)
+    assert (status, errors) == (128 + signal.Signals[name], f"mla-warmup: {said}\n")
 
 
 @SIGNALS
 def test_cleaning_up_after_a_signal_is_not_cut_short(name: str, said: str, tmp_path: Path) -> None:
-    number = signal.Signals[name]
-    with start_held(tmp_path, "clean_up") as process:
-        wait_for(tmp_path / "begun", process)
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (128 + number, f"mla-warmup: {said}\n")
+    status, errors = signalled(tmp_path, "clean_up", name)
+    assert (status, errors) == (128 + signal.Signals[name], f"mla-warmup: {said}\n")
     assert (tmp_path / "cleaned").exists()
 
 
